@@ -1,0 +1,3 @@
+from lily_mlx.cli import main
+
+main()

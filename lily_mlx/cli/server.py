@@ -1,0 +1,42 @@
+"""`lily_mlx.server`: mlx_lm.server with lily's kernels, on the same port and protocol."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from lily_mlx.cli import _common
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run mlx-lm's own server with the loader and stream_generate of the engine asked for."""
+    from lily_mlx import BUNDLED_MODEL
+
+    given = _common.arguments_of(argv)
+    command = _common.private_copy("server")
+
+    class Parser(argparse.ArgumentParser):
+        """mlx_lm.server builds its parser inside main: ours adds its flags to it."""
+
+        def __init__(self, *_: Any, **__: Any):
+            super().__init__(prog="lily_mlx.server", description="mlx_lm.server with lily.")
+
+        def parse_args(self, *_: Any) -> argparse.Namespace:
+            _common.add_engine_flags(self)
+            self.set_defaults(model=str(BUNDLED_MODEL))
+            arguments = super().parse_args(given)
+            command.load = _common.loader(arguments)
+            if arguments.engine == "lily":
+                import lily_mlx
+
+                command.stream_generate = lily_mlx.stream_generate
+            return arguments
+
+    command.argparse = SimpleNamespace(ArgumentParser=Parser, Namespace=argparse.Namespace)
+    _common.guarded("lily_mlx.server", command.main, "--traceback" in given)
+
+
+if __name__ == "__main__":
+    main()

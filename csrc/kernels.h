@@ -1,0 +1,122 @@
+// The kernels that exist: where their source is and the constants and arguments they expect.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace lily {
+
+enum class Access : uint8_t { read = 1, write = 2, read_write = 3 };
+inline bool reads(Access a) {
+  return (static_cast<int>(a) & 1) != 0;
+}
+inline bool writes(Access a) {
+  return (static_cast<int>(a) & 2) != 0;
+}
+const char* to_string(Access a);
+Access parse_access(const std::string& text);
+
+// Types of function constants and of arguments passed by value; `bytes` is anything else.
+enum class Type : uint8_t { boolean, int32, uint32, int64, uint64, float32, bytes };
+const char* to_string(Type t);
+// The Type of a Metal spelling such as "int", "constant uint&" or "const float*".
+Type parse_type(const std::string& text);
+// 0 for Type::bytes.
+size_t size_of(Type t);
+
+// A small typed value: a function constant, or an argument passed by value.
+struct Value {
+  Type type;
+  std::vector<uint8_t> bytes;
+
+  Value(bool v) : Value(Type::boolean, &v, sizeof v) {}
+  Value(int32_t v) : Value(Type::int32, &v, sizeof v) {}
+  Value(uint32_t v) : Value(Type::uint32, &v, sizeof v) {}
+  Value(int64_t v) : Value(Type::int64, &v, sizeof v) {}
+  Value(uint64_t v) : Value(Type::uint64, &v, sizeof v) {}
+  Value(float v) : Value(Type::float32, &v, sizeof v) {}
+  template <typename T, typename = std::enable_if_t<std::is_class_v<T>>>
+  static Value of_struct(const T& v) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    return Value(Type::bytes, &v, sizeof v);
+  }
+  Value(Type type, const void* data, size_t size)
+      : type(type),
+        bytes(static_cast<const uint8_t*>(data), static_cast<const uint8_t*>(data) + size) {}
+
+  std::string to_string() const;
+  // The value as a count; throws when it is negative or no integer.
+  uint64_t as_count() const;
+};
+
+enum class Space : uint8_t { device, constant, threadgroup };
+const char* to_string(Space s);
+Space parse_space(const std::string& text);
+
+struct ConstantLayout {
+  int id;
+  std::string name;
+  Type type;
+};
+
+struct ArgumentLayout {
+  int index;  // the buffer index, or the threadgroup index in Space::threadgroup
+  std::string name;
+  Space space;
+  Access access;
+  std::string type;
+  int only_if = -1;  // id of the function constant that must be true for the argument to exist
+};
+
+struct Kernel {
+  std::string name;  // host_name
+  std::string file;  // relative to the registry's folder, e.g. "gemv.metal"
+  std::vector<ConstantLayout> constants;
+  std::vector<ArgumentLayout> arguments;
+
+  // These throw std::invalid_argument, naming the kernel and what it does have.
+  const ArgumentLayout& argument(const std::string& name) const;
+  const ConstantLayout& constant(const std::string& name) const;
+};
+
+// One Metal library: a kernel file with the project's own headers put in place of their #includes.
+struct Source {
+  std::string name;  // file stem + content hash: never the same for two different texts
+  std::string text;
+};
+
+class KernelRegistry {
+ public:
+  explicit KernelRegistry(std::string folder = "") : folder_(std::move(folder)) {}
+
+  const std::string& folder() const {
+    return folder_;
+  }
+  void set_folder(std::string folder) {
+    folder_ = std::move(folder);
+  }
+  // Throws std::invalid_argument for a kernel that is there already or whose layout is not sound.
+  void add(Kernel kernel);
+  // The reference stays valid as long as the registry. Throws for an unknown name.
+  const Kernel& at(const std::string& name) const;
+  bool has(const std::string& name) const {
+    return kernels_.count(name) != 0;
+  }
+  std::vector<std::string> names() const;
+  // Reads and flattens `file`; throws when a file is missing or holds a byte that is not ASCII.
+  Source source(const std::string& file) const;
+
+ private:
+  std::string folder_;
+  std::map<std::string, Kernel> kernels_;
+};
+
+// The registry that the primitives use; Python fills it when the package is imported.
+KernelRegistry& kernels();
+
+}  // namespace lily

@@ -1,0 +1,830 @@
+#include "program.h"
+
+#include <algorithm>
+#include <set>
+#include <stdexcept>
+
+namespace lily {
+namespace {
+
+constexpr size_t kArenaAlignment = 256;
+constexpr uint32_t kMaxThreads = 1024;
+constexpr size_t kMaxThreadgroupMemory = 32768;
+
+[[noreturn]] void fail(const std::string& text) {
+  throw std::invalid_argument(text);
+}
+
+std::string quoted(const std::string& s) {
+  return "'" + s + "'";
+}
+
+bool overlap(size_t a, size_t a_bytes, size_t b, size_t b_bytes) {
+  return a < b + b_bytes && b < a + a_bytes;
+}
+
+// A set of dispatch indices.
+class Bitset {
+ public:
+  explicit Bitset(size_t n) : words_((n + 63) / 64) {}
+  void set(int i) {
+    words_[i / 64] |= uint64_t{1} << (i % 64);
+  }
+  bool has(int i) const {
+    return words_[i / 64] >> (i % 64) & 1;
+  }
+  void merge(const Bitset& o) {
+    for (size_t w = 0; w < words_.size(); ++w)
+      words_[w] |= o.words_[w];
+  }
+
+ private:
+  std::vector<uint64_t> words_;
+};
+
+// The dispatches that last touched each byte of one buffer, as non-overlapping segments.
+class BufferHistory {
+ public:
+  // Adds to `before` the dispatches that must end before `dispatch` touches these bytes.
+  void access(int dispatch, size_t begin, size_t bytes, bool is_write, std::set<int>& before) {
+    if (bytes == 0)
+      return;
+    size_t end = begin + bytes;
+    split(begin);
+    split(end);
+    size_t covered = begin;
+    for (auto it = segments_.lower_bound(begin); covered < end;) {
+      if (it == segments_.end() || it->first > covered) {
+        size_t gap_end = it == segments_.end() ? end : std::min(end, it->first);
+        it = segments_.emplace_hint(it, covered, Segment{gap_end, -1, {}});
+      }
+      Segment& s = it->second;
+      if (s.writer >= 0)
+        before.insert(s.writer);
+      if (is_write) {
+        before.insert(s.readers.begin(), s.readers.end());
+        s.writer = dispatch;
+        s.readers.clear();
+      } else {
+        s.readers.push_back(dispatch);
+      }
+      covered = s.end;
+      ++it;
+    }
+  }
+
+ private:
+  struct Segment {
+    size_t end;
+    int writer;
+    std::vector<int> readers;  // since that writer
+  };
+
+  void split(size_t at) {
+    auto it = segments_.upper_bound(at);
+    if (it == segments_.begin())
+      return;
+    --it;
+    if (it->first == at || it->second.end <= at)
+      return;
+    Segment right = it->second;
+    it->second.end = at;
+    segments_.emplace(at, std::move(right));
+  }
+
+  std::map<size_t, Segment> segments_;  // by first byte
+};
+
+// The transitive closure of the predecessors; `reduce` drops those that others imply.
+std::vector<Bitset> ancestors_of(std::vector<std::vector<int>>& predecessors, bool reduce) {
+  size_t n = predecessors.size();
+  std::vector<Bitset> all(n, Bitset(n));
+  for (size_t i = 0; i < n; ++i) {
+    std::vector<int> kept;
+    auto& before = predecessors[i];
+    for (auto p = before.rbegin(); p != before.rend(); ++p) {
+      if (reduce && all[i].has(*p))
+        continue;
+      kept.insert(kept.begin(), *p);
+      all[i].set(*p);
+      all[i].merge(all[*p]);
+    }
+    if (reduce)
+      before = std::move(kept);
+  }
+  return all;
+}
+
+}  // namespace
+
+const char* to_string(SlotKind k) {
+  constexpr const char* names[] = {"weight", "cache", "input", "output", "scratch"};
+  return names[static_cast<int>(k)];
+}
+SlotKind parse_slot_kind(const std::string& text) {
+  for (SlotKind k :
+       {SlotKind::weight, SlotKind::cache, SlotKind::input, SlotKind::output, SlotKind::scratch}) {
+    if (text == to_string(k))
+      return k;
+  }
+  fail("unknown slot kind " + quoted(text) + "; known are weight, cache, input, output, scratch.");
+}
+
+// ---- Dispatch
+
+Dispatch::Dispatch(const Kernel& kernel) : kernel(&kernel), name(kernel.name) {}
+
+const ArgumentLayout& Dispatch::take(const std::string& name, bool is_threadgroup) {
+  const ArgumentLayout& a = kernel->argument(name);
+  std::string who = "kernel " + quoted(kernel->name) + ": argument " + quoted(name);
+  if ((a.space == Space::threadgroup) != is_threadgroup) {
+    fail(who + " is in " + to_string(a.space) + " space; " +
+         (is_threadgroup ? "only threadgroup memory has a length."
+                         : "give its length with threadgroup_memory()."));
+  }
+  auto given = [&](const auto& list) {
+    return std::any_of(list.begin(), list.end(), [&](auto& g) { return g.index == a.index; });
+  };
+  bool twice =
+      is_threadgroup ? given(threadgroup) : given(buffers) || given(scalars) || given(values);
+  if (twice)
+    fail(who + " is given twice.");
+  return a;
+}
+
+Dispatch& Dispatch::buffer(const std::string& name, SlotId slot, Range range, Access access) {
+  const ArgumentLayout& a = take(name, false);
+  if ((static_cast<int>(access) & ~static_cast<int>(a.access)) != 0) {
+    fail("kernel " + quoted(kernel->name) + ": argument " + quoted(name) + " is declared " +
+         to_string(access) + ", but the kernel's own signature allows " + to_string(a.access) +
+         " only.");
+  }
+  buffers.push_back({a.index, slot, range.offset, range.bytes, access, {Range::kToEnd, {}, 0}});
+  return *this;
+}
+Dispatch& Dispatch::read(const std::string& name, SlotId slot, Range range) {
+  return buffer(name, slot, range, Access::read);
+}
+Dispatch& Dispatch::write(const std::string& name, SlotId slot, Range range) {
+  return buffer(name, slot, range, Access::write);
+}
+Dispatch& Dispatch::read_write(const std::string& name, SlotId slot, Range range) {
+  return buffer(name, slot, range, Access::read_write);
+}
+
+Dispatch& Dispatch::traffic(Amount amount) {
+  if (buffers.empty())
+    fail("traffic() follows the buffer argument that it speaks of.");
+  buffers.back().traffic = amount;
+  return *this;
+}
+
+Dispatch& Dispatch::value(const std::string& name, Value value) {
+  const ArgumentLayout& a = take(name, false);
+  Type expected = parse_type(a.type);
+  if (a.space != Space::constant || (expected != Type::bytes && expected != value.type)) {
+    fail("kernel " + quoted(kernel->name) + ": argument " + quoted(name) + " is " +
+         to_string(a.space) + " " + a.type + " and cannot take the value " + value.to_string() +
+         " (" + to_string(value.type) + ").");
+  }
+  values.push_back({a.index, std::move(value)});
+  return *this;
+}
+
+Dispatch& Dispatch::scalar(const std::string& name, ScalarId scalar) {
+  const ArgumentLayout& a = take(name, false);
+  if (a.space != Space::constant) {
+    fail("kernel " + quoted(kernel->name) + ": argument " + quoted(name) + " is in " +
+         to_string(a.space) + " space and cannot take a scalar.");
+  }
+  scalars.push_back({a.index, scalar});
+  return *this;
+}
+
+Dispatch& Dispatch::constant(const std::string& name, Value value) {
+  const ConstantLayout& c = kernel->constant(name);
+  std::string who = "kernel " + quoted(kernel->name) + ": function constant " + quoted(name);
+  if (c.type != value.type) {
+    fail(who + " is " + to_string(c.type) + ", not " + to_string(value.type) + ".");
+  }
+  for (const Constant& given : constants) {
+    if (given.id == c.id)
+      fail(who + " is given twice.");
+  }
+  constants.push_back({c.id, std::move(value)});
+  return *this;
+}
+
+Dispatch& Dispatch::threadgroup_memory(const std::string& name, size_t bytes) {
+  threadgroup.push_back({take(name, true).index, (bytes + 15) / 16 * 16});
+  return *this;
+}
+
+Dispatch& Dispatch::grid(Extent x, Extent y, Extent z) {
+  grid_size[0] = x;
+  grid_size[1] = y;
+  grid_size[2] = z;
+  return *this;
+}
+
+Dispatch& Dispatch::threads(uint32_t x, uint32_t y, uint32_t z) {
+  group_size[0] = x;
+  group_size[1] = y;
+  group_size[2] = z;
+  return *this;
+}
+
+Dispatch& Dispatch::in_place(const std::string& a, const std::string& b) {
+  may_alias.push_back({kernel->argument(a).index, kernel->argument(b).index});
+  return *this;
+}
+
+Dispatch& Dispatch::label(std::string text) {
+  name = std::move(text);
+  return *this;
+}
+
+Dispatch& Dispatch::layer(int layer, std::string phase_name) {
+  layer_index = layer;
+  phase = std::move(phase_name);
+  return *this;
+}
+
+// ---- Program
+
+void Program::check_open() const {
+  if (finished_)
+    fail("program " + quoted(name_) + " is finished; build another to change it.");
+}
+
+SlotId Program::slot(std::string name, SlotKind kind, size_t bytes) {
+  check_open();
+  if (bytes == 0)
+    fail("slot " + quoted(name) + " has no bytes.");
+  for (const Slot& s : slots_) {
+    if (s.name == name)
+      fail("program " + quoted(name_) + " has two slots " + quoted(name) + ".");
+  }
+  slots_.push_back({std::move(name), kind, bytes});
+  return {static_cast<int>(slots_.size()) - 1};
+}
+
+ScalarId Program::scalar(std::string name, Value initial) {
+  check_open();
+  for (const auto& s : scalars_) {
+    if (s.first == name) {
+      fail("program " + quoted(name_) + " has two scalars " + quoted(name) + ".");
+    }
+  }
+  scalars_.emplace_back(std::move(name), std::move(initial));
+  return {static_cast<int>(scalars_.size()) - 1};
+}
+
+SlotId Program::find_slot(const std::string& name) const {
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (slots_[i].name == name)
+      return {static_cast<int>(i)};
+  }
+  fail("program " + quoted(name_) + " has no slot " + quoted(name) + ".");
+}
+
+ScalarId Program::find_scalar(const std::string& name) const {
+  for (size_t i = 0; i < scalars_.size(); ++i) {
+    if (scalars_[i].first == name)
+      return {static_cast<int>(i)};
+  }
+  fail("program " + quoted(name_) + " has no scalar " + quoted(name) + ".");
+}
+
+int Program::add(Dispatch d) {
+  check_open();
+  const Kernel& k = *d.kernel;
+  std::string who = "dispatch " + quoted(d.name) + " of kernel " + quoted(k.name);
+  auto check_scalar = [&](ScalarId s) {
+    if (s.index < 0 || s.index >= static_cast<int>(scalars_.size())) {
+      fail(who + " names a scalar that is not of program " + quoted(name_) + ".");
+    }
+  };
+
+  for (BufferArgument& a : d.buffers) {
+    std::string argument;
+    for (const ArgumentLayout& l : k.arguments) {
+      if (l.space != Space::threadgroup && l.index == a.index)
+        argument = quoted(l.name);
+    }
+    if (a.slot.index < 0 || a.slot.index >= static_cast<int>(slots_.size())) {
+      fail(who + ": argument " + argument + " names a slot that is not of program " +
+           quoted(name_) + ".");
+    }
+    Slot& slot = slots_[a.slot.index];
+    if (a.bytes == Range::kToEnd && a.offset < slot.bytes)
+      a.bytes = slot.bytes - a.offset;
+    if (a.bytes == 0 || a.offset >= slot.bytes || a.bytes > slot.bytes - a.offset) {
+      fail(who + ": argument " + argument + " takes " + std::to_string(a.bytes) +
+           " bytes at offset " + std::to_string(a.offset) + " of slot " + quoted(slot.name) +
+           ", which has " + std::to_string(slot.bytes) + ".");
+    }
+    if (a.traffic.fixed == Range::kToEnd)
+      a.traffic.fixed = a.bytes;
+    if (a.traffic.fixed > a.bytes) {
+      fail(who + ": argument " + argument + " cannot move " + std::to_string(a.traffic.fixed) +
+           " bytes of a range of " + std::to_string(a.bytes) + ".");
+    }
+    if (a.traffic.each != 0)
+      check_scalar(a.traffic.scalar);
+    if (writes(a.access) && (slot.kind == SlotKind::weight || slot.kind == SlotKind::input)) {
+      fail(who + " writes slot " + quoted(slot.name) + ", which is a " + to_string(slot.kind) +
+           ".");
+    }
+    slot.written |= writes(a.access);
+  }
+  for (const ScalarArgument& a : d.scalars) {
+    check_scalar(a.scalar);
+    for (const ArgumentLayout& l : k.arguments) {
+      Type expected = parse_type(l.type), given = scalars_[a.scalar.index].second.type;
+      bool is_it = l.space == Space::constant && l.index == a.index;
+      if (is_it && expected != Type::bytes && expected != given) {
+        fail(who + ": argument " + quoted(l.name) + " is " + l.type + ", but scalar " +
+             quoted(scalars_[a.scalar.index].first) + " is " + to_string(given) + ".");
+      }
+    }
+  }
+
+  std::sort(d.constants.begin(), d.constants.end(),
+            [](const Constant& a, const Constant& b) { return a.id < b.id; });
+  auto constant = [&](int id) -> const Value* {
+    for (const Constant& c : d.constants) {
+      if (c.id == id)
+        return &c.value;
+    }
+    return nullptr;
+  };
+  for (const ConstantLayout& c : k.constants) {
+    if (!constant(c.id))
+      fail(who + ": function constant " + quoted(c.name) + " is missing.");
+  }
+  for (const ArgumentLayout& l : k.arguments) {
+    const Value* condition = l.only_if >= 0 ? constant(l.only_if) : nullptr;
+    if (condition && !condition->bytes[0])
+      continue;
+    auto given = [&](const auto& list) {
+      return std::any_of(list.begin(), list.end(), [&](auto& g) { return g.index == l.index; });
+    };
+    bool is_given = l.space == Space::threadgroup
+                        ? given(d.threadgroup)
+                        : given(d.buffers) || given(d.scalars) || given(d.values);
+    if (!is_given) {
+      fail(who + ": argument " + quoted(l.name) + " (index " + std::to_string(l.index) +
+           ") is missing.");
+    }
+  }
+
+  size_t memory = 0;
+  for (const ThreadgroupMemory& t : d.threadgroup)
+    memory += t.bytes;
+  if (memory > kMaxThreadgroupMemory) {
+    fail(who + " asks for " + std::to_string(memory) +
+         " bytes of threadgroup memory; the limit is " + std::to_string(kMaxThreadgroupMemory) +
+         ".");
+  }
+  uint64_t threads = uint64_t{d.group_size[0]} * d.group_size[1] * d.group_size[2];
+  if (threads == 0 || threads > kMaxThreads) {
+    fail(who + " has " + std::to_string(threads) + " threads a threadgroup; 1 to " +
+         std::to_string(kMaxThreads) + " are allowed.");
+  }
+  for (const Extent& e : d.grid_size) {
+    if (e.scalar.index >= 0) {
+      check_scalar(e.scalar);
+    } else if (e.count == 0) {
+      fail(who + " has an empty grid.");
+    }
+  }
+
+  std::string key = k.name;
+  for (const Constant& c : d.constants) {
+    key += "_" + std::to_string(c.id) + ":" + c.value.to_string();
+  }
+  auto it = std::find_if(pipelines_.begin(), pipelines_.end(),
+                         [&](const Pipeline& p) { return p.key == key; });
+  d.pipeline = static_cast<int>(it - pipelines_.begin());
+  if (it == pipelines_.end())
+    pipelines_.push_back({d.kernel, d.constants, key});
+  dispatches_.push_back(std::move(d));
+  return static_cast<int>(dispatches_.size()) - 1;
+}
+
+void Program::finish() {
+  check_open();
+  check_scratch_is_written_first();
+  plan_scratch();
+  schedule_ = schedule(own_locations());
+  finished_ = true;
+  for (const Hazard& h : check_hazards())
+    fail("program " + quoted(name_) + ": " + h.text);
+}
+
+const Schedule& Program::schedule() const {
+  if (!finished_)
+    fail("program " + quoted(name_) + " is not finished; call finish().");
+  return schedule_;
+}
+
+std::vector<Location> Program::own_locations() const {
+  std::vector<Location> out;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    bool is_scratch = slots_[i].kind == SlotKind::scratch;
+    out.push_back(is_scratch ? Location{0, slots_[i].arena_offset} : Location{i + 1, 0});
+  }
+  return out;
+}
+
+Schedule Program::schedule(const std::vector<Location>& slots) const {
+  size_t n = dispatches_.size();
+  Schedule s;
+  s.level.resize(n);
+  s.predecessors.resize(n);
+  std::unordered_map<uint64_t, BufferHistory> history;
+  for (size_t i = 0; i < n; ++i) {
+    std::set<int> before;
+    for (bool is_write : {false, true}) {
+      for (const BufferArgument& a : dispatches_[i].buffers) {
+        if (!(is_write ? writes(a.access) : reads(a.access)))
+          continue;
+        Location l = slots[a.slot.index];
+        history[l.buffer].access(static_cast<int>(i), l.offset + a.offset, a.bytes, is_write,
+                                 before);
+      }
+    }
+    before.erase(static_cast<int>(i));
+    for (int p : before)
+      s.level[i] = std::max(s.level[i], s.level[p] + 1);
+    s.levels = std::max(s.levels, s.level[i] + 1);
+    s.predecessors[i].assign(before.begin(), before.end());
+  }
+  ancestors_of(s.predecessors, /*reduce=*/true);
+  s.order.resize(n);
+  for (size_t i = 0; i < n; ++i)
+    s.order[i] = static_cast<int>(i);
+  std::stable_sort(s.order.begin(), s.order.end(),
+                   [&](int a, int b) { return s.level[a] < s.level[b]; });
+  return s;
+}
+
+// Two scratch slots may share bytes only when one is dead before the other is first used, both in
+// program order and by level; so sharing adds no level.
+void Program::plan_scratch() {
+  std::vector<Location> apart;
+  for (size_t i = 0; i < slots_.size(); ++i)
+    apart.push_back({i, 0});
+  std::vector<int> level = schedule(apart).level;
+
+  struct Life {
+    int slot;
+    int first = INT32_MAX, last = -1, first_level = INT32_MAX, last_level = -1;
+  };
+  std::vector<Life> lives(slots_.size());
+  for (size_t i = 0; i < dispatches_.size(); ++i) {
+    for (const BufferArgument& a : dispatches_[i].buffers) {
+      Life& l = lives[a.slot.index];
+      l.first = std::min(l.first, static_cast<int>(i));
+      l.last = std::max(l.last, static_cast<int>(i));
+      l.first_level = std::min(l.first_level, level[i]);
+      l.last_level = std::max(l.last_level, level[i]);
+    }
+  }
+  std::vector<Life> todo;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    lives[i].slot = static_cast<int>(i);
+    if (lives[i].last < 0) {
+      fail("program " + quoted(name_) + ": no dispatch uses slot " + quoted(slots_[i].name) + ".");
+    }
+    if (slots_[i].kind == SlotKind::scratch)
+      todo.push_back(lives[i]);
+  }
+  std::stable_sort(todo.begin(), todo.end(), [&](const Life& a, const Life& b) {
+    return slots_[a.slot].bytes > slots_[b.slot].bytes;
+  });
+  auto dies_before = [](const Life& a, const Life& b) {
+    return a.last < b.first && a.last_level < b.first_level;
+  };
+  auto end_of = [&](const Life& l) {
+    size_t end = slots_[l.slot].arena_offset + slots_[l.slot].bytes;
+    return (end + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
+  };
+  std::vector<Life> placed;  // by offset
+  arena_bytes_ = 0;
+  for (const Life& life : todo) {
+    Slot& slot = slots_[life.slot];
+    slot.arena_offset = 0;
+    for (const Life& other : placed) {
+      if (dies_before(life, other) || dies_before(other, life))
+        continue;
+      const Slot& o = slots_[other.slot];
+      if (overlap(slot.arena_offset, slot.bytes, o.arena_offset, o.bytes)) {
+        slot.arena_offset = end_of(other);
+      }
+    }
+    auto after = std::upper_bound(placed.begin(), placed.end(), life, [&](auto& a, auto& b) {
+      return slots_[a.slot].arena_offset < slots_[b.slot].arena_offset;
+    });
+    placed.insert(after, life);
+    arena_bytes_ = std::max(arena_bytes_, end_of(life));
+  }
+}
+
+void Program::check_scratch_is_written_first() const {
+  std::map<int, std::vector<std::pair<size_t, size_t>>> written;  // by slot: begin, end
+  for (const Dispatch& d : dispatches_) {
+    for (const BufferArgument& a : d.buffers) {
+      if (slots_[a.slot.index].kind != SlotKind::scratch || !reads(a.access))
+        continue;
+      auto& ranges = written[a.slot.index];
+      std::sort(ranges.begin(), ranges.end());
+      size_t covered = a.offset;
+      for (auto [begin, end] : ranges) {
+        if (begin <= covered)
+          covered = std::max(covered, end);
+      }
+      if (covered < a.offset + a.bytes) {
+        fail("dispatch " + quoted(d.name) + " reads byte " + std::to_string(covered) +
+             " of scratch slot " + quoted(slots_[a.slot.index].name) +
+             ", which no earlier dispatch has written.");
+      }
+    }
+    for (const BufferArgument& a : d.buffers) {
+      if (writes(a.access))
+        written[a.slot.index].push_back({a.offset, a.offset + a.bytes});
+    }
+  }
+}
+
+std::vector<Hazard> Program::check_hazards(const Schedule& s,
+                                           const std::vector<Location>& slots) const {
+  std::vector<Hazard> out;
+  auto edges = s.predecessors;
+  std::vector<Bitset> ancestors = ancestors_of(edges, /*reduce=*/false);
+  auto where = [&](int i, const BufferArgument& a) {
+    return "dispatch " + std::to_string(i) + " " + quoted(dispatches_[i].name) + " (" +
+           to_string(a.access) + " of " + quoted(slots_[a.slot.index].name) + " bytes " +
+           std::to_string(a.offset) + " to " + std::to_string(a.offset + a.bytes) + ")";
+  };
+  auto conflict = [&](const BufferArgument& a, const BufferArgument& b) {
+    Location la = slots[a.slot.index], lb = slots[b.slot.index];
+    return la.buffer == lb.buffer && (writes(a.access) || writes(b.access)) &&
+           overlap(la.offset + a.offset, a.bytes, lb.offset + b.offset, b.bytes);
+  };
+  int n = static_cast<int>(dispatches_.size());
+  for (int j = 0; j < n; ++j) {
+    const Dispatch& d = dispatches_[j];
+    for (size_t x = 0; x < d.buffers.size(); ++x) {
+      for (size_t y = x + 1; y < d.buffers.size(); ++y) {
+        const BufferArgument &a = d.buffers[x], &b = d.buffers[y];
+        bool allowed = std::any_of(d.may_alias.begin(), d.may_alias.end(), [&](auto& p) {
+          return p == std::pair(a.index, b.index) || p == std::pair(b.index, a.index);
+        });
+        if (!allowed && conflict(a, b)) {
+          out.push_back({j, j, "alias",
+                         where(j, a) + " also has these bytes as " + where(j, b) +
+                             "; declare in_place() if the kernel allows it."});
+        }
+      }
+    }
+    for (int i = 0; i < j; ++i) {
+      bool is_apart = s.level[i] < s.level[j], is_edge = ancestors[j].has(i);
+      if (is_apart && is_edge)
+        continue;
+      for (const BufferArgument& a : dispatches_[i].buffers) {
+        for (const BufferArgument& b : d.buffers) {
+          if (!conflict(a, b))
+            continue;
+          auto report = [&](const char* kind) {
+            out.push_back({i, j, kind,
+                           std::string(kind) + ": " + where(i, a) + " and " + where(j, b) +
+                               " have no " + (is_apart ? "edge" : "barrier") + " between them."});
+          };
+          if (writes(a.access) && reads(b.access))
+            report("RAW");
+          if (reads(a.access) && writes(b.access))
+            report("WAR");
+          if (writes(a.access) && writes(b.access))
+            report("WAW");
+        }
+      }
+    }
+  }
+  return out;
+}
+
+std::vector<Hazard> Program::check_hazards() const {
+  return check_hazards(schedule(), own_locations());
+}
+
+Report Program::report(const Bindings* bindings) const {
+  auto amount = [&](const Amount& a) -> size_t {
+    if (bindings)
+      return bindings->amount(a);
+    return a.fixed + (a.each ? a.each * scalars_[a.scalar.index].second.as_count() : 0);
+  };
+  const Schedule& s = bindings ? bindings->schedule() : schedule();
+  Report r;
+  r.dispatches = static_cast<int>(dispatches_.size());
+  r.levels = s.levels;
+  r.barriers = s.barriers();
+  r.arena = arena_bytes_;
+  // By weight slot: the most that any dispatch moved of each distinct range.
+  std::map<int, std::map<std::pair<size_t, size_t>, size_t>> weights;
+  for (const Dispatch& d : dispatches_) {
+    Bytes& label = r.by_label[d.name];
+    ++label.dispatches;
+    for (const BufferArgument& a : d.buffers) {
+      size_t moved = amount(a.traffic);
+      if (reads(a.access)) {
+        label.read += moved;
+        r.read += moved;
+      }
+      if (writes(a.access)) {
+        label.written += moved;
+        r.written += moved;
+      }
+      if (slots_[a.slot.index].kind == SlotKind::weight) {
+        size_t& most = weights[a.slot.index][{a.offset, a.offset + a.bytes}];
+        most = std::max(most, moved);
+      }
+    }
+  }
+  for (const auto& [slot, ranges] : weights) {
+    size_t covered = 0, distinct = 0, moved = 0;
+    for (const auto& [range, most] : ranges) {  // by first byte
+      size_t begin = std::max(range.first, covered);
+      if (range.second > begin)
+        distinct += range.second - begin;
+      covered = std::max(covered, range.second);
+      moved += most;
+    }
+    r.weights += std::min(distinct, moved);
+  }
+  return r;
+}
+
+// ---- Bindings
+
+Bindings::Bindings(const Program& program) : program_(&program) {
+  program.schedule();  // throws unless finished
+  places_.resize(program.slots().size() + 1);
+  for (const auto& s : program.scalars())
+    scalars_.push_back(s.second);
+  for (const Slot& s : program.slots())
+    unbound_ += s.kind != SlotKind::scratch;
+  unbound_ += program.arena_bytes() > 0;
+}
+
+void Bindings::put(int slot, Buffer buffer, size_t offset, const std::string& name, size_t bytes) {
+  if (offset > buffer.bytes || bytes > buffer.bytes - offset) {
+    fail("slot " + quoted(name) + " needs " + std::to_string(bytes) + " bytes; the buffer has " +
+         std::to_string(buffer.bytes) + ", bound at offset " + std::to_string(offset) + ".");
+  }
+  std::optional<Place>& place = places_[slot];
+  if (place && place->buffer.id == buffer.id && place->offset == offset) {
+    place->buffer = buffer;
+    return;
+  }
+  if (place) {
+    auto& shared = slots_of_[place->buffer.id];
+    if (shared.size() > 1)
+      current_ = nullptr;
+    shared.erase(std::find(shared.begin(), shared.end(), slot));
+    if (shared.empty())
+      slots_of_.erase(place->buffer.id);
+  } else {
+    --unbound_;
+  }
+  place = Place{buffer, offset};
+  auto& shared = slots_of_[buffer.id];
+  shared.push_back(slot);
+  if (shared.size() > 1)
+    current_ = nullptr;
+}
+
+void Bindings::bind(SlotId id, Buffer buffer, size_t offset) {
+  const Slot& slot = program_->slots().at(id.index);
+  if (slot.kind == SlotKind::scratch) {
+    fail("slot " + quoted(slot.name) + " is scratch: it lives in the arena (bind_arena).");
+  }
+  put(id.index, buffer, offset, slot.name, slot.bytes);
+}
+
+void Bindings::bind_arena(Buffer buffer, size_t offset) {
+  if (program_->arena_bytes() == 0)
+    return;
+  put(static_cast<int>(places_.size()) - 1, buffer, offset, "scratch arena",
+      program_->arena_bytes());
+}
+
+void Bindings::set(ScalarId id, Value value) {
+  Value& scalar = scalars_.at(id.index);
+  if (scalar.type != value.type || scalar.bytes.size() != value.bytes.size()) {
+    fail("scalar " + quoted(program_->scalars()[id.index].first) + " is " + to_string(scalar.type) +
+         ", not " + to_string(value.type) + ".");
+  }
+  scalar = std::move(value);
+}
+
+uint32_t Bindings::extent(const Extent& e) const {
+  if (e.scalar.index < 0)
+    return e.count;
+  uint64_t count = scalars_[e.scalar.index].as_count();
+  if (count == 0 || count > UINT32_MAX) {
+    fail("scalar " + quoted(program_->scalars()[e.scalar.index].first) + " is " +
+         std::to_string(count) + ", which is no grid size.");
+  }
+  return static_cast<uint32_t>(count);
+}
+
+size_t Bindings::amount(const Amount& a) const {
+  return a.fixed + (a.each ? a.each * scalars_[a.scalar.index].as_count() : 0);
+}
+
+Place Bindings::place(SlotId id) const {
+  const Slot& slot = program_->slots()[id.index];
+  if (slot.kind != SlotKind::scratch)
+    return *places_[id.index];
+  const Place& arena = *places_.back();
+  return {arena.buffer, arena.offset + slot.arena_offset};
+}
+
+Place Bindings::place(const BufferArgument& a) const {
+  Place p = place(a.slot);
+  p.offset += a.offset;
+  return p;
+}
+
+std::vector<Location> Bindings::locations() const {
+  std::vector<Location> out;
+  for (int i = 0; i < static_cast<int>(program_->slots().size()); ++i) {
+    Place p = place(SlotId{i});
+    out.push_back({p.buffer.id, p.offset});
+  }
+  return out;
+}
+
+std::vector<Bindings::Alias> Bindings::aliases() const {
+  int arena = static_cast<int>(places_.size()) - 1;
+  auto bytes = [&](int i) {
+    return i == arena ? program_->arena_bytes() : program_->slots()[i].bytes;
+  };
+  auto is_written = [&](int i) { return i == arena || program_->slots()[i].written; };
+  std::vector<Alias> out;
+  for (const auto& [buffer, slots] : slots_of_) {
+    if (slots.size() < 2)
+      continue;
+    for (int a : slots) {
+      if (!is_written(a))
+        continue;
+      for (int b : slots) {
+        if (a == b || (is_written(b) && b < a))
+          continue;
+        size_t oa = places_[a]->offset, ob = places_[b]->offset;
+        if (overlap(oa, bytes(a), ob, bytes(b))) {
+          out.push_back({a, b, static_cast<ptrdiff_t>(ob - oa)});
+        }
+      }
+    }
+  }
+  std::sort(out.begin(), out.end());
+  return out;
+}
+
+const Schedule& Bindings::schedule() const {
+  if (unbound_ > 0) {
+    for (size_t i = 0; i < places_.size(); ++i) {
+      bool is_arena = i + 1 == places_.size();
+      bool is_needed =
+          is_arena ? program_->arena_bytes() > 0 : program_->slots()[i].kind != SlotKind::scratch;
+      if (is_needed && !places_[i]) {
+        fail("program " + quoted(program_->name()) + ": " +
+             (is_arena ? "the scratch arena" : "slot " + quoted(program_->slots()[i].name)) +
+             " is not bound.");
+      }
+    }
+  }
+  if (current_)
+    return *current_;
+  std::vector<Alias> key = aliases();
+  if (key.empty()) {
+    current_ = &program_->schedule();
+    return *current_;
+  }
+  auto it = schedules_.find(key);
+  if (it == schedules_.end()) {
+    std::vector<Location> where = locations();
+    auto schedule = std::make_shared<const Schedule>(program_->schedule(where));
+    for (const Hazard& h : program_->check_hazards(*schedule, where)) {
+      fail("program " + quoted(program_->name()) + ": " + h.text);
+    }
+    it = schedules_.emplace(std::move(key), std::move(schedule)).first;
+  }
+  current_ = it->second.get();
+  return *current_;
+}
+
+}  // namespace lily

@@ -1,0 +1,92 @@
+"""A readable view of a Program: what would be launched, in which order, moving how many bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from . import _ext
+
+_COLUMNS = ("index", "level", "layer", "label", "kernel", "grid", "threads", "read", "written")
+
+
+def _dims(values: Any) -> str:
+    sizes = list(values)
+    while len(sizes) > 1 and sizes[-1] == 1:
+        sizes.pop()
+    return "x".join(str(v) for v in sizes)
+
+
+def format_bytes(count: int) -> str:
+    """`count` bytes with a decimal unit, e.g. "1.66 GB"."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} B"
+
+
+class Trace:
+    """The dispatches of a finished Program.
+
+    With `bindings`, grids and bytes are those of that step (its scalars and its aliasing);
+    without, those of the Program's initial scalars. `print(Trace(program))` shows a table.
+    """
+
+    def __init__(self, program: _ext.Program, bindings: _ext.Bindings | None = None):
+        self.name: str = program.name
+        self.slots: list[dict[str, Any]] = program.slots
+        self.report: dict[str, Any] = program.report(bindings)
+        self.dispatches: list[dict[str, Any]] = [
+            program.describe(i, bindings) for i in range(len(program))
+        ]
+
+    def __len__(self) -> int:
+        return len(self.dispatches)
+
+    def _row(self, d: dict[str, Any]) -> tuple[str, ...]:
+        layer = "" if d["layer"] is None else str(d["layer"])
+        return (
+            str(d["index"]),
+            str(d["level"]),
+            " ".join(x for x in (layer, d["phase"]) if x),
+            d["label"],
+            d["kernel"] + "".join(f" {k}={v}" for k, v in d["constants"].items()),
+            _dims(d["grid"]),
+            _dims(d["threadgroup"]),
+            format_bytes(d["read"]),
+            format_bytes(d["written"]),
+        )
+
+    def summary(self, floor: int | None = None) -> str:
+        """One line of counts; `floor` is the bytes that the step cannot do without."""
+        r = self.report
+        moved = r["read"] + r["written"]
+        text = (
+            f"{self.name}: {r['dispatches']} dispatches, {r['levels']} levels, "
+            f"{r['barriers']} barriers, {format_bytes(r['read'])} read "
+            f"({format_bytes(r['weights'])} distinct weights), "
+            f"{format_bytes(r['written'])} written, arena {format_bytes(r['arena'])}"
+        )
+        return text if floor is None else f"{text}, {moved / floor:.3f} of the floor"
+
+    def __str__(self) -> str:
+        rows = [_COLUMNS, *map(self._row, self.dispatches)]
+        widths = [max(len(row[c]) for row in rows) for c in range(len(_COLUMNS))]
+        lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in rows]
+        return "\n".join([self.summary(), *lines])
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Slots, counts and dispatches as JSON."""
+        data = {
+            "name": self.name,
+            "report": self.report,
+            "slots": self.slots,
+            "dispatches": self.dispatches,
+        }
+        return json.dumps(data, indent=indent, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.hex()
+    raise TypeError(f"{type(value).__name__} has no JSON form.")

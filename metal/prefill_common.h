@@ -39,4 +39,26 @@ METAL_FUNC void store4(device A* p, float4 x) {
   *(device vec<A, 4>*)p = v;
 }
 
+// Two values of type A that share a word, lower half first.
+template <typename A>
+METAL_FUNC float2 unpack2(uint u);
+
+template <>
+METAL_FUNC float2 unpack2<bfloat>(uint u) {
+  return float2(as_type<float>(u << 16), as_type<float>(u & 0xffff0000u));
+}
+
+template <>
+METAL_FUNC float2 unpack2<half>(uint u) {
+  const half2 h = as_type<half2>(u);
+  return float2(float(h[0]), float(h[1]));
+}
+
+template <typename A>
+METAL_FUNC float4 unpack4(uint lo, uint hi) {
+  const float2 a = unpack2<A>(lo);
+  const float2 b = unpack2<A>(hi);
+  return float4(a[0], a[1], b[0], b[1]);
+}
+
 }  // namespace lily

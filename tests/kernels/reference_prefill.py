@@ -51,3 +51,27 @@ def block_map(offsets: np.ndarray, block_rows: int, max_blocks: int) -> np.ndarr
     ]
     out += [(0xFFFFFFFF, 0)] * (max_blocks - len(out))
     return np.array(out, np.uint32)
+
+
+def gated_delta(q, k, v, g, beta, state):
+    """DeltaNet recurrence. q, k [B, T, Hk, D], v [B, T, Hv, D], g, beta [B, T, Hv], state [B, Hv, D, D].
+
+    Returns y [B, T, Hv, D] and the new state, float64.
+    """
+    q, k, v, g, beta = (np.asarray(x, np.float64) for x in (q, k, v, g, beta))
+    s = np.array(state, np.float64)
+    share = v.shape[2] // k.shape[2]
+    y = np.zeros(v.shape)
+    for t in range(v.shape[1]):
+        kt, qt = (np.repeat(x[:, t], share, axis=1) for x in (k, q))
+        s *= g[:, t, :, None, None]
+        d = (v[:, t] - np.einsum("bhvk,bhk->bhv", s, kt)) * beta[:, t, :, None]
+        s += d[..., None] * kt[:, :, None]
+        y[:, t] = np.einsum("bhvk,bhk->bhv", s, qt)
+    return y, s
+
+
+def gated_norm(y, z, weight, eps: float, rnd: Round) -> np.ndarray:
+    """y, z [..., D], weight [D] -> rnd(y * rsqrt(mean y^2 + eps) * weight * silu(z))."""
+    y = np.asarray(y, np.float64)
+    return rnd(y / np.sqrt((y**2).mean(-1, keepdims=True) + eps) * weight * silu(z))

@@ -14,7 +14,7 @@ from metal.host import Library
 
 KERNELS = Path(__file__).resolve().parents[3] / "metal"
 TYPES = ("bf16", "fp16")
-EPS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+ULP = {"bf16": 2.0**-7, "fp16": 2.0**-10}  # largest step between neighbours, relative
 
 
 @functools.cache

@@ -1,0 +1,168 @@
+"""DeltaNet scans: against the recurrence, bit-equal across forms and chunkings."""
+
+import numpy as np
+import pytest
+
+from tests.kernels import reference_prefill as ref
+from tests.kernels.prefill.harness import (
+    TYPES,
+    ULP,
+    assert_close,
+    bits,
+    normal,
+    params,
+    rnd,
+    run,
+    values,
+)
+
+D = 128
+NORM_EPS = 1e-6
+
+
+class Case:
+    """Random operands of one call, as patterns (q, k, v, z, weight) and fp32 (g, beta, state)."""
+
+    def __init__(self, a, batch, tokens, hk, hv, seed=0):
+        rng = np.random.default_rng(seed)
+        self.a, self.batch, self.tokens, self.hk, self.hv = a, batch, tokens, hk, hv
+
+        def unit(shape, scale):
+            x = rng.standard_normal(shape)
+            return bits(x / np.linalg.norm(x, axis=-1, keepdims=True) * scale, a)
+
+        self.q = unit((batch, tokens, hk, D), D**-0.5)
+        self.k = unit((batch, tokens, hk, D), 1.0)
+        self.v = normal(rng, (batch, tokens, hv, D), a)
+        self.g = np.exp(-rng.exponential(0.2, (batch, tokens, hv))).astype(np.float32)
+        self.beta = rng.uniform(0, 1, (batch, tokens, hv)).astype(np.float32)
+        self.state = (rng.standard_normal((batch, hv, D, D)) * 0.3).astype(np.float32)
+        self.z = normal(rng, (batch, tokens, hv, D), a)
+        self.weight = bits(rng.uniform(0.5, 1.5, D), a)
+
+    def part(self, first, last, state):
+        out = object.__new__(Case)
+        out.__dict__.update(self.__dict__)
+        out.tokens, out.state = last - first, state
+        for name in ("q", "k", "v", "g", "beta", "z"):
+            setattr(out, name, np.ascontiguousarray(getattr(self, name)[:, first:last]))
+        return out
+
+    def reference(self):
+        q, k, v = (values(x, self.a) for x in (self.q, self.k, self.v))
+        return ref.gated_delta(q, k, v, self.g, self.beta, self.state)
+
+
+def scan(c, kernel="gdn_scan", r=2, host="cpu"):
+    """Returns y [B, T, Hv, D] fp32 (or rounded patterns from gdn_scan_norm) and the state."""
+    state = np.full_like(c.state, np.nan)
+    p = params(c.tokens, c.hk, c.hv, NORM_EPS)
+    buffers = [c.q, c.k, c.v, c.g, c.beta, c.state, state]
+    if kernel == "gdn_scan_norm":
+        y = np.zeros(c.v.shape, np.uint16)
+        buffers += [c.z, c.weight, y, p]
+        grid, threads = (c.hv, c.batch, 1), (32 * D // (4 * r), 1, 1)
+    else:
+        y = np.full(c.v.shape, np.nan, np.float32)
+        buffers += [y, p]
+        grid, threads = (D // (16 * r), c.hv, c.batch), (128, 1, 1)
+    run("gdn_scan", f"{kernel}_{c.a}_r{r}", buffers, grid, threads, host)
+    return y, state
+
+
+def norm(c, y, host="cpu"):
+    out = np.zeros(y.shape, np.uint16)
+    rows = c.batch * c.tokens * c.hv
+    buffers = [y, c.z, c.weight, out, np.array([rows], np.int32), np.array([NORM_EPS], np.float32)]
+    run("gdn_scan", f"gated_norm_{c.a}", buffers, (-(-rows // 4), 1, 1), (128, 1, 1), host)
+    return out
+
+
+def check_norm(c, got, y, tolerance):
+    want = ref.gated_norm(
+        y, values(c.z, c.a), values(c.weight, c.a), NORM_EPS, lambda x: rnd(x, c.a)
+    )
+    assert_close(values(got, c.a), want, tolerance)
+
+
+@pytest.mark.parametrize("a", TYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 37])
+@pytest.mark.parametrize("r", [1, 2])
+def test_scan(a, tokens, r):
+    c = Case(a, 1, tokens, 2, 4, tokens)
+    y, state = scan(c, r=r)
+    want_y, want_state = c.reference()
+    assert_close(y, want_y, 2e-6)
+    assert_close(state, want_state, 2e-6)
+    check_norm(c, norm(c, y), y, ULP[a])
+
+
+@pytest.mark.parametrize("a", TYPES)
+@pytest.mark.parametrize("r,block", [(2, 16), (4, 8)])
+def test_fused_norm_equals_scan_then_norm(a, r, block):
+    for tokens in (1, block - 1, block, block + 1, 3 * block + 1):
+        c = Case(a, 1, tokens, 1, 2, tokens)
+        y, state = scan(c)
+        fused, fused_state = scan(c, "gdn_scan_norm", r)
+        np.testing.assert_array_equal(fused_state, state)
+        np.testing.assert_array_equal(fused, norm(c, y))
+
+
+@pytest.mark.parametrize("a", TYPES)
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 33])
+def test_block_scan_gives_the_same_bits(a, tokens):
+    c = Case(a, 2, tokens, 1, 2, tokens)
+    for got, want in zip(scan(c, "gdn_scan_block"), scan(c), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_one_piece_and_chunks_give_the_same_bits():
+    c = Case("bf16", 2, 41, 2, 4)
+    for kernel, r in (("gdn_scan", 1), ("gdn_scan", 2), ("gdn_scan_norm", 4)):
+        y, state = scan(c, kernel, r)
+        at, s, parts = 0, c.state, []
+        for n in (16, 1, 7, 17):
+            part, s = scan(c.part(at, at + n, s), kernel, r)
+            parts.append(part)
+            at += n
+        np.testing.assert_array_equal(np.concatenate(parts, axis=1), y)
+        np.testing.assert_array_equal(s, state)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_padding_leaves_the_state_alone(left):
+    c = Case("bf16", 2, 13, 1, 2)
+    pad = slice(0, 5) if left else slice(8, 13)
+    c.g[1, pad], c.beta[1, pad] = 1.0, 0.0
+    keep = (5, 13) if left else (0, 8)
+    y, state = scan(c)
+    short, short_state = scan(c.part(*keep, c.state))
+    np.testing.assert_array_equal(state[1], short_state[1])
+    np.testing.assert_array_equal(y[1, slice(*keep)], short[1])
+
+
+def test_extreme_gates():
+    c = Case("bf16", 1, 9, 1, 2)
+    c.g[0, 2], c.g[0, 3], c.beta[0, 4], c.beta[0, 5] = 0.0, 1.0, 1.0, 0.0
+    y, state = scan(c)
+    want_y, want_state = c.reference()
+    assert_close(y, want_y, 2e-6)
+    assert_close(state, want_state, 2e-6)
+
+
+def test_head_counts_of_the_35b_model():
+    c = Case("bf16", 1, 3, 16, 32)
+    y, state = scan(c)
+    want_y, want_state = c.reference()
+    assert_close(y, want_y, 2e-6)
+    assert_close(state, want_state, 2e-6)
+
+
+@pytest.mark.parametrize(
+    "kernel,r", [("gdn_scan", 1), ("gdn_scan", 2), ("gdn_scan_block", 2), ("gdn_scan_norm", 4)]
+)
+def test_checked(kernel, r):
+    c = Case("bf16", 1, 18, 1, 1)
+    y, _ = scan(c, kernel, r, "checked")
+    if kernel == "gdn_scan":
+        check_norm(c, norm(c, y, "checked"), y, ULP["bf16"])

@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "program.h"
+#include "selection.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -17,25 +18,25 @@ namespace lily {
 namespace {
 
 // A Python bool, int, float or bytes as a Value of the type that is expected of it.
-Value to_value(nb::handle object, Type type) {
+Value to_value(nb::handle object, ScalarType type) {
   switch (type) {
-    case Type::boolean:
+    case ScalarType::boolean:
       return nb::cast<bool>(object);
-    case Type::int32:
+    case ScalarType::int32:
       return nb::cast<int32_t>(object);
-    case Type::uint32:
+    case ScalarType::uint32:
       return nb::cast<uint32_t>(object);
-    case Type::int64:
+    case ScalarType::int64:
       return nb::cast<int64_t>(object);
-    case Type::uint64:
+    case ScalarType::uint64:
       return nb::cast<uint64_t>(object);
-    case Type::float32:
+    case ScalarType::float32:
       return nb::cast<float>(object);
-    case Type::bytes:
+    case ScalarType::bytes:
       break;
   }
   auto raw = nb::cast<nb::bytes>(object);
-  return Value(Type::bytes, raw.c_str(), raw.size());
+  return Value(ScalarType::bytes, raw.c_str(), raw.size());
 }
 
 Extent to_extent(nb::handle object) {
@@ -86,19 +87,19 @@ nb::object to_python(const Value& v) {
     return nb::cast(zero);
   };
   switch (v.type) {
-    case Type::boolean:
+    case ScalarType::boolean:
       return as(false);
-    case Type::int32:
+    case ScalarType::int32:
       return as(int32_t{});
-    case Type::uint32:
+    case ScalarType::uint32:
       return as(uint32_t{});
-    case Type::int64:
+    case ScalarType::int64:
       return as(int64_t{});
-    case Type::uint64:
+    case ScalarType::uint64:
       return as(uint64_t{});
-    case Type::float32:
+    case ScalarType::float32:
       return as(float{});
-    case Type::bytes:
+    case ScalarType::bytes:
       break;
   }
   return nb::bytes(v.bytes.data(), v.bytes.size());
@@ -241,6 +242,29 @@ nb::list hazards_of(const Program& p, const Bindings* b, std::optional<std::vect
   return out;
 }
 
+Shape to_shape(nb::dict fields) {
+  Shape shape;
+  for (auto [key, value] : fields) {
+    std::string name = nb::cast<std::string>(key);
+    bool is_list = nb::isinstance<nb::list>(value) || nb::isinstance<nb::tuple>(value);
+    nb::list values = is_list ? nb::list(nb::borrow(value)) : nb::list();
+    if (!is_list) {
+      values.append(value);
+    }
+    if (values.size() == 0) {
+      throw std::invalid_argument("field '" + name + "' has no value.");
+    }
+    for (nb::handle v : values) {
+      if (nb::isinstance<nb::str>(v)) {
+        shape.words[name].push_back(nb::cast<std::string>(v));
+      } else {
+        shape.numbers[name].push_back(nb::cast<int64_t>(v));
+      }
+    }
+  }
+  return shape;
+}
+
 }  // namespace
 
 void bind_program(nb::module_& m) {
@@ -377,6 +401,22 @@ void bind_program(nb::module_& m) {
           "scalar"_a, "value"_a)
       .def_prop_ro("order", [](const Bindings& b) { return b.schedule().order; })
       .def_prop_ro("levels", [](const Bindings& b) { return b.schedule().level; });
+
+  m.def(
+      "query",
+      [](const std::string& kind, const std::string& device, nb::dict shape) {
+        Choice c = query(kind, device, to_shape(shape));
+        return nb::make_tuple(c.kernel, to_string(c.reason.code), c.reason.text);
+      },
+      "kind"_a, "device"_a, "shape"_a,
+      "(kernel or '', reason code, reason); see lily_mlx.selection.");
+  m.def("selection_table", [] {
+    nb::list out;
+    for (const TableRow& row : selection_table()) {
+      out.append(nb::make_tuple(row.kind, row.device, row.kernel, row.rules));
+    }
+    return out;
+  });
 }
 
 }  // namespace lily

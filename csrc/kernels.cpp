@@ -104,15 +104,15 @@ Space parse_space(const std::string& text) {
   return parse_name(text, "address space", {Space::device, Space::constant, Space::threadgroup});
 }
 
-const char* to_string(Type t) {
+const char* to_string(ScalarType t) {
   constexpr const char* names[] = {"bool", "int", "uint", "long", "ulong", "float", "bytes"};
   return names[static_cast<int>(t)];
 }
-size_t size_of(Type t) {
+size_t size_of(ScalarType t) {
   constexpr size_t sizes[] = {1, 4, 4, 8, 8, 4, 0};
   return sizes[static_cast<int>(t)];
 }
-Type parse_type(const std::string& text) {
+ScalarType parse_type(const std::string& text) {
   std::string spelt = text;
   for (char& c : spelt) {
     if (c == '&' || c == '*')
@@ -124,20 +124,20 @@ Type parse_type(const std::string& text) {
     if (word != "const" && word != "constant" && word != "device")
       base += word;
   }
-  for (Type t :
-       {Type::boolean, Type::int32, Type::uint32, Type::int64, Type::uint64, Type::float32}) {
+  for (ScalarType t : {ScalarType::boolean, ScalarType::int32, ScalarType::uint32,
+                       ScalarType::int64, ScalarType::uint64, ScalarType::float32}) {
     if (base == to_string(t))
       return t;
   }
   if (base == "int32_t")
-    return Type::int32;
+    return ScalarType::int32;
   if (base == "uint32_t")
-    return Type::uint32;
+    return ScalarType::uint32;
   if (base == "int64_t")
-    return Type::int64;
+    return ScalarType::int64;
   if (base == "uint64_t" || base == "size_t")
-    return Type::uint64;
-  return Type::bytes;
+    return ScalarType::uint64;
+  return ScalarType::bytes;
 }
 
 std::string Value::to_string() const {
@@ -148,32 +148,33 @@ std::string Value::to_string() const {
     return out.str();
   };
   switch (type) {
-    case Type::boolean:
+    case ScalarType::boolean:
       return bytes[0] ? "true" : "false";
-    case Type::int32:
+    case ScalarType::int32:
       return as(int32_t{});
-    case Type::uint32:
+    case ScalarType::uint32:
       return as(uint32_t{});
-    case Type::int64:
+    case ScalarType::int64:
       return as(int64_t{});
-    case Type::uint64:
+    case ScalarType::uint64:
       return as(uint64_t{});
-    case Type::float32:
+    case ScalarType::float32:
       return as(float{});
-    case Type::bytes:
+    case ScalarType::bytes:
       break;
   }
   return std::to_string(bytes.size()) + " bytes";
 }
 
 uint64_t Value::as_count() const {
-  bool is_integer = type != Type::float32 && type != Type::bytes && type != Type::boolean;
+  bool is_integer =
+      type != ScalarType::float32 && type != ScalarType::bytes && type != ScalarType::boolean;
   if (!is_integer) {
     throw std::invalid_argument(to_string() + " (" + lily::to_string(type) + ") is not a count.");
   }
   int64_t v = 0;
   std::memcpy(&v, bytes.data(), bytes.size());
-  if (type == Type::int32)
+  if (type == ScalarType::int32)
     v = static_cast<int32_t>(v);
   if (v < 0)
     throw std::invalid_argument(to_string() + " is negative and cannot be a count.");
@@ -221,7 +222,7 @@ void KernelRegistry::add(Kernel kernel) {
     }
   }
   for (const auto& c : kernel.constants) {
-    if (c.type == Type::bytes) {
+    if (c.type == ScalarType::bytes) {
       throw std::invalid_argument(who + ": function constant '" + c.name +
                                   "' must be bool, int, uint, long, ulong or float.");
     }

@@ -22,30 +22,30 @@ const char* to_string(Access a);
 Access parse_access(const std::string& text);
 
 // Types of function constants and of arguments passed by value; `bytes` is anything else.
-enum class Type : uint8_t { boolean, int32, uint32, int64, uint64, float32, bytes };
-const char* to_string(Type t);
-// The Type of a Metal spelling such as "int", "constant uint&" or "const float*".
-Type parse_type(const std::string& text);
-// 0 for Type::bytes.
-size_t size_of(Type t);
+enum class ScalarType : uint8_t { boolean, int32, uint32, int64, uint64, float32, bytes };
+const char* to_string(ScalarType t);
+// The ScalarType of a Metal spelling such as "int", "constant uint&" or "const float*".
+ScalarType parse_type(const std::string& text);
+// 0 for ScalarType::bytes.
+size_t size_of(ScalarType t);
 
 // A small typed value: a function constant, or an argument passed by value.
 struct Value {
-  Type type;
+  ScalarType type;
   std::vector<uint8_t> bytes;
 
-  Value(bool v) : Value(Type::boolean, &v, sizeof v) {}
-  Value(int32_t v) : Value(Type::int32, &v, sizeof v) {}
-  Value(uint32_t v) : Value(Type::uint32, &v, sizeof v) {}
-  Value(int64_t v) : Value(Type::int64, &v, sizeof v) {}
-  Value(uint64_t v) : Value(Type::uint64, &v, sizeof v) {}
-  Value(float v) : Value(Type::float32, &v, sizeof v) {}
+  Value(bool v) : Value(ScalarType::boolean, &v, sizeof v) {}
+  Value(int32_t v) : Value(ScalarType::int32, &v, sizeof v) {}
+  Value(uint32_t v) : Value(ScalarType::uint32, &v, sizeof v) {}
+  Value(int64_t v) : Value(ScalarType::int64, &v, sizeof v) {}
+  Value(uint64_t v) : Value(ScalarType::uint64, &v, sizeof v) {}
+  Value(float v) : Value(ScalarType::float32, &v, sizeof v) {}
   template <typename T, typename = std::enable_if_t<std::is_class_v<T>>>
   static Value of_struct(const T& v) {
     static_assert(std::is_trivially_copyable_v<T>);
-    return Value(Type::bytes, &v, sizeof v);
+    return Value(ScalarType::bytes, &v, sizeof v);
   }
-  Value(Type type, const void* data, size_t size)
+  Value(ScalarType type, const void* data, size_t size)
       : type(type),
         bytes(static_cast<const uint8_t*>(data), static_cast<const uint8_t*>(data) + size) {}
 
@@ -61,7 +61,7 @@ Space parse_space(const std::string& text);
 struct ConstantLayout {
   int id;
   std::string name;
-  Type type;
+  ScalarType type;
 };
 
 struct ArgumentLayout {

@@ -181,8 +181,8 @@ Dispatch& Dispatch::traffic(Amount amount) {
 
 Dispatch& Dispatch::value(const std::string& name, Value value) {
   const ArgumentLayout& a = take(name, false);
-  Type expected = parse_type(a.type);
-  if (a.space != Space::constant || (expected != Type::bytes && expected != value.type)) {
+  ScalarType expected = parse_type(a.type);
+  if (a.space != Space::constant || (expected != ScalarType::bytes && expected != value.type)) {
     fail("kernel " + quoted(kernel->name) + ": argument " + quoted(name) + " is " +
          to_string(a.space) + " " + a.type + " and cannot take the value " + value.to_string() +
          " (" + to_string(value.type) + ").");
@@ -341,9 +341,9 @@ int Program::add(Dispatch d) {
   for (const ScalarArgument& a : d.scalars) {
     check_scalar(a.scalar);
     for (const ArgumentLayout& l : k.arguments) {
-      Type expected = parse_type(l.type), given = scalars_[a.scalar.index].second.type;
+      ScalarType expected = parse_type(l.type), given = scalars_[a.scalar.index].second.type;
       bool is_it = l.space == Space::constant && l.index == a.index;
-      if (is_it && expected != Type::bytes && expected != given) {
+      if (is_it && expected != ScalarType::bytes && expected != given) {
         fail(who + ": argument " + quoted(l.name) + " is " + l.type + ", but scalar " +
              quoted(scalars_[a.scalar.index].first) + " is " + to_string(given) + ".");
       }

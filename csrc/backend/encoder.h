@@ -1,7 +1,7 @@
 // What executes Programs: MetalEncoder, CudaEncoder and HostEncoder derive from this.
 #pragma once
 
-#include "../program.h"
+#include "program.h"
 
 namespace lily {
 

@@ -478,7 +478,8 @@ def build_report(
     }
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """A figure with three significant digits, `-` for None."""
     if value is None:
         return "-"
     if value == 0 or not math.isfinite(value):
@@ -540,11 +541,11 @@ def table(report: dict[str, Any]) -> tuple[list[tuple[str, list[str]]], list[lis
     for row in report["rows"]:
         line = [row["label"]]
         for what in ("prefill", "decode"):
-            line += [_number(row["engines"][n][f"{what}_tps"]) for n in names]
+            line += [number(row["engines"][n][f"{what}_tps"]) for n in names]
             if two:
                 ratio = row[f"{what}_ratio"]
-                line.append("-" if ratio is None else f"{_number(ratio)}x")
-        line += [_number(row["engines"][n]["peak_bytes"] / 1e6) for n in names]
+                line.append("-" if ratio is None else f"{number(ratio)}x")
+        line += [number(row["engines"][n]["peak_bytes"] / 1e6) for n in names]
         if two:
             line.append(_same(checks.get(row["label"])))
         lines.append(line)

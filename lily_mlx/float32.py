@@ -90,11 +90,14 @@ def to_float32(model: nn.Module) -> nn.Module:
 def float32_bytes(model: nn.Module) -> int:
     """Bytes that the weights of ``model`` take once they are float32."""
     total = 0
-    for _, module in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
-        for name, value in tree_flatten(module.parameters()):
-            if name in ("scales", "biases", "global_scale") and "scales" in module:
+    for _, module in model.named_modules():
+        quantized = "scales" in module
+        for name, value in module.items():
+            if not isinstance(value, mx.array):
                 continue
-            packed = name == "weight" and "scales" in module
+            if quantized and name in ("scales", "biases", "global_scale"):
+                continue
+            packed = quantized and name == "weight"
             total += 4 * (value.size * 32 // module.bits if packed else value.size)
     return total
 

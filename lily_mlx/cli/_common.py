@@ -106,9 +106,9 @@ def loader(arguments: argparse.Namespace) -> Callable[..., Any]:
 
     def load_engine(path: str, *positional: Any, **named: Any) -> Any:
         # A draft model may be of any type, and lily serves the main model's only.
-        engine = "stock" if path == arguments.draft_model else arguments.engine
-        strict = arguments.strict and engine == "lily"
-        return load(path, *positional, engine=engine, strict=strict, **named)
+        if path == arguments.draft_model:
+            return load(path, *positional, engine="stock", **named)
+        return load(path, *positional, engine=arguments.engine, strict=arguments.strict, **named)
 
     return load_engine
 

@@ -1,0 +1,1 @@
+"""Measurements: `python -m benchmarks ROUTINE --help`. A routine a file; results/ keeps figures."""

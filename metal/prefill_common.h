@@ -1,27 +1,12 @@
-// What the prefill kernels share: rounding, activations, wide loads, affine dequantization.
+// What the prefill kernels share beside common.h: loads and stores of four values of A at once.
 //
 // A is the activation type (bfloat or half). Sums, gates and states are fp32; a value is rounded to A
 // once, by the explicit cast A(x).
 #pragma once
 
-#include <metal_stdlib>
-
-using namespace metal;
+#include "common.h"
 
 namespace lily {
-
-METAL_FUNC float sigmoid(float x) {
-  return 1.0f / (1.0f + precise::exp(-x));
-}
-
-METAL_FUNC float silu(float x) {
-  return x / (1.0f + precise::exp(-x));
-}
-
-// log(1 + exp(x)) without overflow.
-METAL_FUNC float softplus(float x) {
-  return max(x, 0.0f) + precise::log(1.0f + precise::exp(-fabs(x)));
-}
 
 template <typename A>
 METAL_FUNC float4 load4(const device A* p) {

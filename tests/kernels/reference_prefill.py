@@ -75,3 +75,51 @@ def gated_norm(y, z, weight, eps: float, rnd: Round) -> np.ndarray:
     """y, z [..., D], weight [D] -> rnd(y * rsqrt(mean y^2 + eps) * weight * silu(z))."""
     y = np.asarray(y, np.float64)
     return rnd(y / np.sqrt((y**2).mean(-1, keepdims=True) + eps) * weight * silu(z))
+
+
+def conv_prefill(qkv, conv_state, weight, a, b, a_log, dt_bias, mask, lengths, hk: int, rnd: Round):
+    """DeltaNet's operands. qkv [B, T, C], conv_state [B, 3, C], weight [C, 4], a, b [B, T, Hv].
+
+    mask [B, T] bool or None, lengths [B] or None. Returns q^, k^, v^ [B, T, heads, 128], g, beta
+    [B, T, Hv] and the new conv state.
+    """
+    batch, tokens, channels = qkv.shape
+    if mask is not None:
+        qkv = np.where(mask[..., None], qkv, 0)
+    rows = np.concatenate([conv_state, qkv], 1).astype(np.float64)
+    x = silu(sum(rows[:, i : i + tokens] * weight[:, i] for i in range(4)))
+    q, k, v = np.split(x.reshape(batch, tokens, channels // 128, 128), [hk, 2 * hk], 2)
+
+    def unit(y):
+        return y / np.sqrt((y**2).sum(-1, keepdims=True) + 1e-6)
+
+    rate = np.exp(np.float64(a_log)) * np.logaddexp(0.0, np.float64(a) + dt_bias)
+    g, beta = np.exp(-rate), sigmoid(b)
+    if mask is not None:
+        g = np.where(mask[..., None], g, 1.0)
+        beta = np.where(mask[..., None], beta, 0.0)
+    ends = np.full(batch, tokens) if lengths is None else np.clip(lengths, 0, tokens)
+    state = np.stack([rows[i, e : e + 3] for i, e in enumerate(ends)])
+    return rnd(unit(q) * 128**-0.5), rnd(unit(k)), rnd(v), g, beta, state
+
+
+def rms_norm(h, weight, eps: float) -> np.ndarray:
+    h = np.asarray(h, np.float64)
+    return h / np.sqrt((h**2).mean(-1, keepdims=True) + eps) * weight
+
+
+def rotate(x, inv_freq, positions) -> np.ndarray:
+    """Non-traditional rotary embedding of x [..., T, heads, D]; positions [..., T]."""
+    n = len(inv_freq)
+    angle = np.float32(positions)[..., None] * np.float32(inv_freq)
+    c, s = (f(np.float64(angle))[..., None, :] for f in (np.cos, np.sin))
+    lo, hi, rest = x[..., :n], x[..., n : 2 * n], x[..., 2 * n :]
+    return np.concatenate([lo * c - hi * s, lo * s + hi * c, rest], -1)
+
+
+def combine(down, weights, shared_down, shared_gate, h, rnd: Round) -> np.ndarray:
+    """down [T, k, H], weights [T, k], shared_down [T, H] or None, shared_gate [T], h [T, H] or None."""
+    y = (np.float64(weights)[..., None] * down).sum(1)
+    if shared_down is not None:
+        y = y + sigmoid(shared_gate)[:, None] * shared_down
+    return rnd(y) if h is None else rnd(h + rnd(y))

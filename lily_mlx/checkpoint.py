@@ -264,7 +264,7 @@ def check_files(model_path: Path) -> dict[str, str]:
     files = sorted(model_path.glob("model*.safetensors"))
     index_path = model_path / "model.safetensors.index.json"
     if index_path.exists():
-        index = _read_json(index_path)
+        index = read_json(index_path)
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict):
             raise InputError(f"{index_path} has no 'weight_map'; download it again.")
@@ -291,7 +291,8 @@ def check_files(model_path: Path) -> dict[str, str]:
     return owner
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that must hold one JSON object; an `InputError` says where it does not."""
     try:
         content = json.loads(path.read_bytes())
     except UnicodeDecodeError as error:
@@ -326,7 +327,7 @@ def read_config(model_path: Path) -> dict[str, Any]:
             f"{model_path} has no config.json, so it is not a model folder; give the folder that "
             "holds config.json and model*.safetensors."
         )
-    _read_json(path)
+    read_json(path)
     return load_config(model_path)
 
 

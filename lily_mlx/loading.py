@@ -21,6 +21,8 @@ from .checkpoint import (
     check_finite,
     check_weights,
     read_config,
+    read_json,
+    read_safetensors_header,
     text_config,
 )
 
@@ -150,13 +152,17 @@ def load(
         raise InputError('strict=True asks for lily\'s kernels; use it with engine="lily".')
 
     model_path = find_model(path_or_hf_repo, revision)
+    if adapter_path is not None:
+        _check_adapter(Path(adapter_path))
+    stored = read_config(model_path)
     if engine == "lily":
+        _check_tokenizer(model_path)
         model, config = load_model(
             model_path, lazy, model_config=model_config, trust_remote_code=trust_remote_code
         )
     else:
         overrides = dict(model_config or {})
-        attached = is_attached(read_config(model_path))
+        attached = is_attached(stored)
         if attached:
             overrides["model_file"] = None
         model, config = stock.load_model(
@@ -167,7 +173,11 @@ def load(
     if adapter_path is not None:
         model = stock.load_adapters(model, adapter_path)
         model.eval()
-    tokenizer = _load_tokenizer(model_path, tokenizer_config, config)
+    if strict:
+        _require_kernels(model)
+    tokenizer = stock.load_tokenizer(
+        model_path, tokenizer_config, eos_token_ids=config.get("eos_token_id", None)
+    )
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -193,18 +203,39 @@ def find_model(path_or_hf_repo: str, revision: str | None = None) -> Path:
         ) from error
 
 
-def _load_tokenizer(
-    model_path: Path, tokenizer_config: dict[str, Any] | None, config: Mapping[str, Any]
-) -> Any:
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if not any((model_path / name).exists() for name in names):
+def _check_tokenizer(model_path: Path) -> None:
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
+    if not any(any(model_path.glob(name)) for name in names):
         raise MissingFileError(
             f"{model_path} has no tokenizer (none of {', '.join(names)}); download the model's "
             "tokenizer files into it."
         )
-    return stock.load_tokenizer(
-        model_path, tokenizer_config, eos_token_ids=config.get("eos_token_id", None)
-    )
+    settings = model_path / "tokenizer_config.json"
+    if settings.exists():
+        read_json(settings)
+
+
+def _check_adapter(adapter_path: Path) -> None:
+    for name in ("adapter_config.json", "adapters.safetensors"):
+        if not (adapter_path / name).exists():
+            raise MissingFileError(
+                f"{adapter_path} has no {name}, so it is not an adapter of mlx_lm.lora; give the "
+                "folder that its --adapter-path named."
+            )
+    read_json(adapter_path / "adapter_config.json")
+    read_safetensors_header(adapter_path / "adapters.safetensors")
+
+
+def _require_kernels(model: nn.Module) -> None:
+    without = [entry for entry in model.lily_report() if not entry["kernel"]]
+    if without:
+        first = without[0]
+        more = f", nor for {len(without) - 1} other modules" if len(without) > 1 else ""
+        raise InputError(
+            f"strict=True, but there is no kernel for {first['path']} "
+            f"({first['reason'].rstrip('.')}){more}; without strict, mlx-lm's own operations run "
+            "there."
+        )
 
 
 # --- prompts --------------------------------------------------------------------------------

@@ -228,9 +228,35 @@ def test_foreign_model_code(moe):
 
 
 def test_no_tokenizer(moe):
+    """With its settings alone, transformers would make a tokenizer without a vocabulary."""
     (moe / "tokenizer.json").unlink()
-    (moe / "tokenizer_config.json").unlink()
     refused(moe, "has no tokenizer", error=FileNotFoundError)
+
+
+def test_malformed_tokenizer_config(moe):
+    path = moe / "tokenizer_config.json"
+    path.write_text(path.read_text()[:40])
+    refused(moe, f"{path} is not valid JSON")
+
+
+@pytest.fixture
+def adapter(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapter")
+    (folder / "adapter_config.json").write_text("{}")
+    mx.save_safetensors(str(folder / "adapters.safetensors"), {"x": mx.ones((64,))})
+    return folder
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapters.safetensors"])
+def test_an_adapter_without_a_file(moe, adapter, name):
+    (adapter / name).unlink()
+    refused(moe, f"has no {name}", error=FileNotFoundError, adapter_path=str(adapter))
+
+
+def test_a_truncated_adapter(moe, adapter):
+    path = adapter / "adapters.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    refused(moe, f"{path} is cut off", adapter_path=str(adapter))
 
 
 # --- quantization settings ------------------------------------------------------------------

@@ -1,0 +1,166 @@
+"""Write the figures of results/ into README.md: `python -m benchmarks readme`.
+
+Everything between the two markers of README.md is replaced by what the result files say, and
+docs/compare.png is drawn from the whole-model result. `--check` changes nothing and fails when
+README.md does not say what the files say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from lily_mlx import compare, plot
+from lily_mlx.cli import _common
+from lily_mlx.machine import one_line
+
+BEGIN = "<!-- begin figures: written by `python -m benchmarks readme` -->"
+END = "<!-- end figures -->"
+PICTURE_OF = "model-bundled-cpu.json"
+PICTURE = "docs/compare.png"
+
+
+def markdown_table(header: list[str], lines: list[list[str]]) -> str:
+    """A Markdown table: the first column is left-aligned, the others right-aligned."""
+    rule = [":--"] + ["--:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *lines])
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"**{compare.number(value)}x**"
+
+
+def _model(result: dict[str, Any]) -> str:
+    names = result["engines"]
+    two = len(names) == 2
+    header = [""]
+    for what in ("prefill", "decode"):
+        header += [f"{what} {n}" for n in names] + ([f"{what} ratio"] if two else [])
+    checks = {c["cell"]: c for c in result["checks"]}
+    header += ["tokens"] if two else []
+    lines = []
+    for row in result["rows"]:
+        line = [row["label"]]
+        for what in ("prefill", "decode"):
+            line += [compare.number(row["engines"][n][f"{what}_tps"]) for n in names]
+            line += [_ratio(row[f"{what}_ratio"])] if two else []
+        check = checks.get(row["label"], {})
+        if two:
+            line.append("same" if check["same"] else f"differ from token {check['at'] + 1}")
+        lines.append(line)
+    settings = result["settings"]
+    text = markdown_table(header, lines)
+    text += (
+        f"\n\nTokens a second; medians of {settings['rounds']} rounds, "
+        f"{settings['decode_tokens']} tokens decoded greedily."
+    )
+    long = result.get("stock_long_buffers")
+    if long:
+        setting = " ".join(f"{k}={v}" for k, v in long["environment"].items())
+        figures = ", ".join(
+            f"{row['label']}: {compare.number(row['engines']['stock']['decode_tps'])}"
+            for row in long["rows"]
+        )
+        text += f" Stock's decode with `{setting}`: {figures}."
+    return text
+
+
+def _layers(result: dict[str, Any]) -> str:
+    lines = []
+    for row in result["rows"]:
+        lily, stock = row["lily"], row["stock"]
+        lines.append(
+            [
+                f"{row['module']}, {row['rows']} row{'s' if row['rows'] > 1 else ''}",
+                compare.number(1e3 * lily["seconds"]),
+                compare.number(1e3 * stock["seconds"]),
+                _ratio(stock["seconds"] / lily["seconds"]),
+                f"{lily['relative_error']:.1e}",
+                f"{stock['relative_error']:.1e}",
+            ]
+        )
+    header = ["", "lily ms", "stock ms", "ratio", "lily error", "stock error"]
+    words = "The error is the norm of the difference from float32 over the norm of the output."
+    return markdown_table(header, lines) + "\n\n" + words
+
+
+def _quality(result: dict[str, Any]) -> str:
+    lines = [
+        [
+            f"{row['engine']}, {row['mode']}",
+            f"{row['kl_mean']:.1e}",
+            f"{row['top1']:.2%}",
+            f"{row['perplexity']:.3f}",
+        ]
+        for row in result["rows"]
+    ]
+    header = ["", "mean KL to float32", "same top-1", "perplexity"]
+    words = f"{result['settings']['tokens']} tokens of English, teacher-forced."
+    return markdown_table(header, lines) + "\n\n" + words
+
+
+TITLES = {
+    "model": (_model, "Speed of the whole model"),
+    "layers": (_layers, "Layer primitives"),
+    "quality": (_quality, "Closeness to float32"),
+}
+
+
+def figures(folder: Path) -> str:
+    """The block of README.md: one section a result file, routines in the order of TITLES."""
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    parts = []
+    for routine, (write, title) in TITLES.items():
+        for result in (r for r in results if r.get("routine") == routine):
+            name, size = result["model"]["name"], result["model"]["bytes"] / 1e6
+            parts.append(
+                f"**{title}** ({name} model, {size:,.1f} MB; {one_line(result['machine'])}; "
+                f"mlx {result['versions']['mlx']}, mlx-lm {result['versions']['mlx-lm']}; "
+                f"{result['date']}):\n\n{write(result)}\n\n    {result['command']}"
+            )
+    if not parts:
+        raise ValueError(f"No results in {folder}: run `python -m benchmarks model` first.")
+    return "\n\n".join(parts)
+
+
+def renewed(readme: str, block: str) -> str:
+    """README's text with the block between its markers replaced."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise ValueError(f"README.md must hold {BEGIN} and {END} once each.")
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{block}\n\n{END}{after}"
+
+
+def main(given: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks readme",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--check", action="store_true", help="fail when README.md is out of date")
+    _common.add_traceback_flag(parser)
+    arguments = parser.parse_args(given)
+
+    def body() -> None:
+        path = common.ROOT / "README.md"
+        text = path.read_text()
+        new = renewed(text, figures(common.RESULTS))
+        if arguments.check:
+            if new != text:
+                raise ValueError("README.md is out of date: run `python -m benchmarks readme`.")
+            return
+        compare.write_atomically(path, new)
+        source = common.RESULTS / PICTURE_OF
+        if not source.exists():
+            print(f"No picture: {source.name} is not there.")
+        elif not plot.available():
+            print(plot.MISSING)
+        else:
+            plot.plot(json.loads(source.read_text()), common.ROOT / PICTURE)
+        print("README.md says what benchmarks/results says.")
+
+    common.guarded("readme", body, arguments.traceback)

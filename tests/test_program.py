@@ -406,9 +406,26 @@ def test_scratch_is_shared_when_dead_and_only_then(move):
     assert levels(p) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("seed", range(6))
+def two_chains(move):
+    """x -> a -> b -> c -> out and, inside it in program order, x -> d -> out2."""
+    p = _ext.Program("p")
+    x, out, out2 = p.slot("x", "input", 64), p.slot("out", "output", 64), p.slot("o", "output", 64)
+    a, b, c, d = (p.scratch(n, size) for n, size in zip("abcd", (64, 64, 512, 512)))
+    for y, source in ((a, x), (b, a), (c, b), (d, x), (out2, d), (out, c)):
+        move(p, (y,), (source,))
+    p.finish()
+    return p
+
+
+def test_sharing_scratch_adds_no_level(move):
+    p = two_chains(move)
+    assert levels(p) == [0, 1, 2, 0, 1, 3]
+    assert p.arena_bytes == 512 + 512 + 256  # only a may share: with c
+
+
+@pytest.mark.parametrize("seed", range(7))
 def test_scratch_that_is_alive_is_never_overwritten(move, seed):
-    p = random_program(move, seed, scratch=True)
+    p = random_program(move, seed, scratch=True) if seed else two_chains(move)
     slots = {s["name"]: s for s in p.slots}
     owner = {}
     for order in (range(len(p)), sorted(range(len(p)), key=levels(p).__getitem__)):
@@ -482,6 +499,8 @@ def test_slots_bound_to_overlapping_bytes_conflict(chain):
     assert b.levels == [0, 1, 2]
     b.bind(s["b"], id=2, bytes=256, offset=0)
     assert b.levels == [0, 0, 1]
+    b.bind(s["b"], id=1, bytes=256, offset=32)
+    assert b.levels == [0, 1, 2]
 
 
 def test_two_arguments_of_one_launch_on_the_same_bytes(registry, chain, move):

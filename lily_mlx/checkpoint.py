@@ -262,18 +262,6 @@ def check_files(model_path: Path) -> dict[str, str]:
         InputError: a file is damaged, or two files hold the same tensor.
     """
     files = sorted(model_path.glob("model*.safetensors"))
-    index_path = model_path / "model.safetensors.index.json"
-    if index_path.exists():
-        index = read_json(index_path)
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise InputError(f"{index_path} has no 'weight_map'; download it again.")
-        for shard in sorted(set(map(str, weight_map.values()))):
-            if not (model_path / shard).exists():
-                raise MissingFileError(
-                    f"{model_path / shard}, which {index_path.name} names, is missing; "
-                    "download the rest of the model."
-                )
     if not files:
         raise MissingFileError(
             f"{model_path} holds no weights (no file matches model*.safetensors); download them "
@@ -288,7 +276,30 @@ def check_files(model_path: Path) -> dict[str, str]:
                     f"{file.name}; remove the file that does not belong to this model."
                 )
             owner[name] = file.name
+    _check_index(model_path / "model.safetensors.index.json", owner)
     return owner
+
+
+def _check_index(path: Path, owner: Mapping[str, str]) -> None:
+    """Refuse an absent file that the index names, if it holds what no other file does.
+
+    An index left over from before a conversion names files that nobody needs, and files of
+    vision or mtp tensors alone are not even downloaded.
+    """
+    if not path.exists():
+        return
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InputError(f"{path} has no 'weight_map'; download it again.")
+    present = {_canonical(name) for name in owner}
+    for name, file in sorted(weight_map.items()):
+        if _is_vision(name) or _is_mtp(name) or _canonical(name) in present:
+            continue
+        if not (path.parent / str(file)).exists():
+            raise MissingFileError(
+                f"{path.parent / str(file)}, where {path.name} puts tensor {name!r}, is missing; "
+                "download the rest of the model."
+            )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def find_model(path_or_hf_repo: str, revision: str | None = None) -> Path:
         )
     try:
         return stock._download(text, revision=revision)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
         raise MissingFileError(
             f"{text} is no folder here and could not be fetched from Hugging Face "

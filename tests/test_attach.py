@@ -83,6 +83,24 @@ def test_the_stock_command_runs_lily(folder):
     assert "Generation: " in run.stdout
 
 
+def test_convert_reads_through_an_attached_folder(tmp_path):
+    """mlx_lm.convert of a layout that it cannot read itself; the copy needs lily no more."""
+    source, copied = tmp_path / "hf", tmp_path / "converted"
+    tiny.checkpoint(source, prefix="hf", experts="each", hf_conventions=True, vision="visual.")
+    expected, _ = load(str(source))
+    with pytest.raises(ValueError, match="not in model"):
+        mlx_lm.convert(str(source), str(tmp_path / "fails"))
+    attach(source)
+    mlx_lm.convert(str(source), str(copied), trust_remote_code=True)
+    model, _ = mlx_lm.load(str(copied), trust_remote_code=True)
+    assert mx.array_equal(model(PROMPT), expected(PROMPT))
+    assert detach(copied)
+    assert not (copied / MODEL_FILE).exists()
+    stock, _ = mlx_lm.load(str(copied))
+    assert mx.array_equal(stock(PROMPT), load(str(copied), engine="stock")[0](PROMPT))
+    load(str(copied))
+
+
 def test_attach_and_detach_twice(folder):
     before = picture(folder)
     assert not detach(folder)

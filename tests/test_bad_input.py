@@ -354,6 +354,19 @@ def test_a_shard_is_missing(tmp_path):
     refused(tmp_path, "model-00002-of-00003.safetensors", "is missing", error=FileNotFoundError)
 
 
+def test_an_absent_file_that_nobody_needs(tmp_path):
+    """A file of mtp and vision tensors, and an index from before a conversion."""
+    tiny.checkpoint(tmp_path, shards=2)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["mtp.norm.weight"] = "mtp.safetensors"
+    index["weight_map"]["model.visual.pos_embed.weight"] = "visual.safetensors"
+    gate_up = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    index["weight_map"][gate_up] = "model.safetensors-00001-of-00026.safetensors"
+    path.write_text(json.dumps(index))
+    load(str(tmp_path))
+
+
 def test_a_damaged_index(tmp_path):
     tiny.checkpoint(tmp_path, shards=2)
     (tmp_path / "model.safetensors.index.json").write_text("{")

@@ -119,6 +119,19 @@ def test_mixed_quantization(tmp_path, experts, entries):
     assert model.layers[3].self_attn.q_proj.group_size == 128
 
 
+@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8"])
+def test_quantization_named_in_hugging_face_style(tmp_path, mode):
+    expected = tiny.checkpoint(tmp_path, quantize={"mode": mode})
+    path = tmp_path / "config.json"
+    cfg = json.loads(path.read_text())
+    del cfg["quantization"]
+    cfg["quantization_config"] = {"quant_method": mode}
+    path.write_text(json.dumps(cfg))
+    model, _ = load_model(tmp_path)
+    assert_same(parameters(model), expected)
+    assert model.layers[0].mlp.switch_mlp.up_proj.mode == mode
+
+
 @pytest.mark.parametrize("spelling", tiny.VISION_SPELLINGS)
 @pytest.mark.parametrize("kind", ["moe", "dense"])
 def test_vision_tensors_are_dropped(tmp_path, kind, spelling):
@@ -239,6 +252,26 @@ def test_stock_engine_is_mlx_lm_itself(tmp_path, kind):
     ours, _ = load(str(tmp_path), engine="stock")
     assert type(ours) is type(theirs)
     assert mx.array_equal(ours(PROMPT), theirs(PROMPT))
+
+
+def test_stock_engine_takes_other_model_types(tmp_path):
+    from mlx_lm.models import llama
+
+    cfg = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": tiny.VOCAB_SIZE,
+    }
+    model = llama.Model(llama.ModelArgs.from_dict(cfg))
+    tiny.write(tmp_path, cfg, parameters(model))
+    loaded, _ = load(str(tmp_path), engine="stock")
+    assert type(loaded) is llama.Model
+    with pytest.raises(InputError, match="'llama' has no lily engine"):
+        load(str(tmp_path))
 
 
 def test_an_attached_folder_loads_with_both_engines(tmp_path):

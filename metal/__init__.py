@@ -1,0 +1,1 @@
+"""Metal kernels of lily_mlx, and the host tool that compiles them off Apple (metal.host)."""

@@ -1,0 +1,33 @@
+// What the parts of the front end share.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "clang/AST/ASTContext.h"
+#include "clang/AST/Attr.h"
+#include "clang/AST/Decl.h"
+#include "clang/Sema/Sema.h"
+
+namespace msl {
+
+// Everything that the driver tells the plugin, and what the plugin remembers for one source file.
+struct State {
+  std::string manifest;                       // path of the JSON manifest; empty while generating code
+  bool strict = false;                        // also the project's own rules
+  bool gpu = false;                           // target is NVPTX
+  std::map<int, std::string> values;          // function constant id -> value
+  std::vector<clang::VarDecl*> constants;     // function constants in source order
+};
+extern State state;
+
+// MSL attributes are kept as annotations "msl.NAME:ARGUMENT".
+const clang::AnnotateAttr* findAttribute(const clang::Decl* decl, llvm::StringRef name);
+std::string argument(const clang::AnnotateAttr* attribute);
+int integerArgument(const clang::AnnotateAttr* attribute);  // -1 when absent or not a number
+
+// Reports what Metal rejects and clang accepts, then writes the manifest.
+void checkAndDescribe(clang::Sema& sema);
+
+}  // namespace msl

@@ -1,0 +1,321 @@
+// LLVM pass, in the same plugin file: source positions for synchronising calls in every build; in a
+// checked build also a call before each access to device, constant and threadgroup memory, branch
+// counters, and red zones around threadgroup variables.
+#include <map>
+#include <string>
+#include <vector>
+
+#include "llvm/Demangle/Demangle.h"
+#include "llvm/IR/DebugInfoMetadata.h"
+#include "llvm/IR/IRBuilder.h"
+#include "llvm/IR/InstIterator.h"
+#include "llvm/IR/Instructions.h"
+#include "llvm/IR/IntrinsicInst.h"
+#include "llvm/IR/Module.h"
+#include "llvm/Passes/PassBuilder.h"
+#include "llvm/Passes/PassPlugin.h"
+
+using namespace llvm;
+
+namespace {
+
+constexpr unsigned kDevice = 1, kConstant = 2, kThreadgroup = 3;  // -ffake-address-space-map
+constexpr unsigned kStore = 1, kAtomic = 2, kThreadgroupAccess = 4;
+constexpr uint64_t kRedZone = 256;
+
+bool isChecked(const Module& module) { return module.getNamedGlobal("__msl_checked"); }
+
+// The driver names the folder of <metal_stdlib>, so that a report shows the line that called into it.
+std::string shimFolder(const Module& module) {
+  if (auto* global = module.getNamedGlobal("__msl_include"))
+    if (auto* text = dyn_cast<ConstantDataArray>(global->getInitializer()))
+      return text->getAsCString().str();
+  return "/";
+}
+
+// Constants that describe places in the source: { file, line, column, order, function }.
+class Sites {
+ public:
+  explicit Sites(Module& module) : module_(module), shim_(shimFolder(module)) {
+    auto& context = module.getContext();
+    auto* pointer = PointerType::get(context, 0);
+    auto* word = Type::getInt32Ty(context);
+    type_ = StructType::get(context, {pointer, word, word, word, pointer});
+  }
+
+  // Where in the user's source an instruction comes from; null when nowhere.
+  const DILocation* user(const Instruction& instruction) const {
+    const DILocation* loc = instruction.getDebugLoc();
+    while (loc && StringRef(path(loc)).starts_with(shim_)) loc = loc->getInlinedAt();
+    return loc;
+  }
+
+  Constant* of(const Instruction& instruction) {
+    std::string key;  // the whole chain of inlined calls: duplicates of one call share a site
+    for (const DILocation* loc = instruction.getDebugLoc(); loc; loc = loc->getInlinedAt())
+      key += path(loc) + ":" + std::to_string(loc->getLine()) + ":" +
+             std::to_string(loc->getColumn()) + ";";
+    if (const auto* function = instruction.getFunction()) key += function->getName();
+    auto& site = sites_[key];
+    if (!site) site = make(user(instruction), function(instruction), sites_.size());
+    return site;
+  }
+
+  Constant* make(const DILocation* loc, StringRef function, unsigned order) {
+    auto& context = module_.getContext();
+    auto number = [&](unsigned n) { return ConstantInt::get(Type::getInt32Ty(context), n); };
+    auto* value = ConstantStruct::get(
+        type_, {text(loc ? path(loc) : "?"), number(loc ? loc->getLine() : 0),
+                number(loc ? loc->getColumn() : 0), number(order), text(function)});
+    return new GlobalVariable(module_, type_, true, GlobalValue::PrivateLinkage, value, "__msl_site");
+  }
+
+  Constant* text(StringRef string) {
+    auto& global = texts_[string.str()];
+    if (!global) {
+      auto* data = ConstantDataArray::getString(module_.getContext(), string);
+      global = new GlobalVariable(module_, data->getType(), true, GlobalValue::PrivateLinkage, data,
+                                  "__msl_text");
+    }
+    return global;
+  }
+
+  std::string function(const Instruction& instruction) const {
+    const DILocation* loc = user(instruction);
+    if (!loc) return "";
+    if (auto* program = loc->getScope()->getSubprogram()) return program->getName().str();
+    return "";
+  }
+
+  static std::string path(const DILocation* loc) {
+    StringRef file = loc->getFilename();
+    if (file.starts_with("/") || loc->getDirectory().empty()) return file.str();
+    return (loc->getDirectory() + "/" + file).str();
+  }
+
+ private:
+  Module& module_;
+  std::string shim_;
+  StructType* type_;
+  std::map<std::string, Constant*> sites_, texts_;
+};
+
+// Before optimisation.
+struct Early : PassInfoMixin<Early> {
+  PreservedAnalyses run(Module& module, ModuleAnalysisManager&) {
+    threadgroupVariables(module);
+    if (isChecked(module)) branches(module);
+    return PreservedAnalyses::none();
+  }
+  static bool isRequired() { return true; }
+
+ private:
+  // Other threads write these, so nothing may be concluded from this thread's stores alone.
+  static void threadgroupVariables(Module& module) {
+    std::vector<GlobalVariable*> variables;
+    for (auto& global : module.globals())
+      if (global.isThreadLocal() && global.hasInitializer()) variables.push_back(&global);
+    if (variables.empty()) return;
+    auto& context = module.getContext();
+    auto* pointer = PointerType::get(context, 0);
+    auto* size = Type::getInt64Ty(context);
+    auto* entry = StructType::get(context, {pointer, size, pointer});
+    Sites sites(module);
+    std::vector<Constant*> table;
+    for (auto* variable : variables) {
+      uint64_t bytes = module.getDataLayout().getTypeAllocSize(variable->getValueType());
+      if (isChecked(module)) variable = withRedZone(module, variable);
+      variable->setLinkage(GlobalValue::ExternalLinkage);
+      variable->setVisibility(GlobalValue::HiddenVisibility);
+      variable->setDSOLocal(true);
+      if (!isChecked(module)) continue;
+      auto* getter = Function::Create(FunctionType::get(pointer, false),
+                                      GlobalValue::InternalLinkage, "__msl_address", module);
+      IRBuilder<> builder(BasicBlock::Create(context, "", getter));
+      auto* address = builder.CreateThreadLocalAddress(variable);
+      builder.CreateRet(builder.CreateAddrSpaceCast(address, pointer));
+      std::string name = demangle(variable->getName());
+      name = name.substr(name.rfind("::") == std::string::npos ? 0 : name.rfind("::") + 2);
+      table.push_back(
+          ConstantStruct::get(entry, {sites.text(name), ConstantInt::get(size, bytes), getter}));
+    }
+    if (table.empty()) return;
+    auto* type = ArrayType::get(entry, table.size());
+    new GlobalVariable(module, type, true, GlobalValue::ExternalLinkage,
+                       ConstantArray::get(type, table), "__msl_threadgroup_variables");
+    new GlobalVariable(module, size, true, GlobalValue::ExternalLinkage,
+                       ConstantInt::get(size, table.size()), "__msl_threadgroup_variable_count");
+  }
+
+  static GlobalVariable* withRedZone(Module& module, GlobalVariable* old) {
+    auto& context = module.getContext();
+    auto* zone = ArrayType::get(Type::getInt8Ty(context), kRedZone);
+    auto* type = StructType::get(context, {old->getValueType(), zone});
+    auto* grown = new GlobalVariable(module, type, false, GlobalValue::ExternalLinkage,
+                                     UndefValue::get(type), "", old, old->getThreadLocalMode(),
+                                     old->getAddressSpace());
+    grown->setInitializer(Constant::getNullValue(type));
+    grown->takeName(old);
+    grown->setAlignment(Align(kRedZone));
+    old->replaceAllUsesWith(grown);
+    old->eraseFromParent();
+    return grown;
+  }
+
+  // One call for each conditional branch of the user's source; Late turns those that optimisation
+  // could not decide into counters.
+  static void branches(Module& module) {
+    Sites sites(module);
+    auto& context = module.getContext();
+    auto* pointer = PointerType::get(context, 0);
+    auto* flag = Type::getInt1Ty(context);
+    auto callee = module.getOrInsertFunction("__msl_branch", Type::getVoidTy(context), flag, pointer);
+    auto* function = cast<Function>(callee.getCallee());
+    function->setOnlyAccessesInaccessibleMemory();
+    function->setDoesNotThrow();
+    function->setWillReturn();
+    std::vector<Instruction*> found;
+    for (auto& f : module)
+      for (auto& instruction : instructions(f))
+        if (isa<BranchInst, SwitchInst>(instruction) && instruction.getDebugLoc() &&
+            sites.user(instruction) == instruction.getDebugLoc().get())
+          found.push_back(&instruction);
+    for (auto* instruction : found) {
+      IRBuilder<> builder(instruction);
+      auto emit = [&](Value* condition, unsigned choice) {
+        builder.CreateCall(callee, {condition, sites.make(sites.user(*instruction),
+                                                          sites.function(*instruction), choice)});
+      };
+      if (auto* branch = dyn_cast<BranchInst>(instruction)) {
+        if (branch->isConditional()) emit(branch->getCondition(), 0);
+      } else {
+        auto* choose = cast<SwitchInst>(instruction);
+        unsigned choice = 0;
+        for (auto& option : choose->cases())
+          emit(builder.CreateICmpEQ(choose->getCondition(), option.getCaseValue()), ++choice);
+      }
+    }
+  }
+};
+
+// After optimisation.
+struct Late : PassInfoMixin<Late> {
+  PreservedAnalyses run(Module& module, ModuleAnalysisManager&) {
+    Sites sites(module);
+    for (const char* name : {"__msl_threadgroup_barrier", "__msl_simdgroup_barrier", "__msl_exchange"})
+      if (auto* function = module.getFunction(name))
+        for (auto* user : function->users())
+          if (auto* call = dyn_cast<CallInst>(user))
+            call->setArgOperand(call->arg_size() - 1, sites.of(*call));
+    if (isChecked(module)) {
+      counters(module);
+      for (auto& function : module) accesses(function, sites);
+    }
+    return PreservedAnalyses::none();
+  }
+  static bool isRequired() { return true; }
+
+ private:
+  // { site, times taken, times not taken }
+  static void counters(Module& module) {
+    auto* function = module.getFunction("__msl_branch");
+    if (!function) return;
+    auto& context = module.getContext();
+    auto* pointer = PointerType::get(context, 0);
+    auto* count = Type::getInt64Ty(context);
+    auto* type = StructType::get(context, {pointer, count, count});
+    std::map<Value*, Constant*> made;
+    std::vector<Constant*> table;
+    std::vector<CallInst*> calls;
+    for (auto* user : function->users()) calls.push_back(cast<CallInst>(user));
+    for (auto* call : calls) {
+      auto* condition = call->getArgOperand(0);
+      if (!isa<Constant>(condition)) {
+        auto* site = cast<Constant>(call->getArgOperand(1));
+        auto& counter = made[site];
+        if (!counter) {
+          auto* zero = ConstantInt::get(count, 0);
+          counter = new GlobalVariable(module, type, false, GlobalValue::InternalLinkage,
+                                       ConstantStruct::get(type, {site, zero, zero}),
+                                       "__msl_counter");
+          table.push_back(counter);
+        }
+        IRBuilder<> builder(call);
+        auto* index = builder.CreateSelect(condition, builder.getInt32(1), builder.getInt32(2));
+        auto* place = builder.CreateGEP(type, counter, {builder.getInt32(0), builder.getInt32(1)});
+        place = builder.CreateGEP(count, place, builder.CreateSub(index, builder.getInt32(1)));
+        builder.CreateStore(
+            builder.CreateAdd(builder.CreateLoad(count, place), ConstantInt::get(count, 1)), place);
+      }
+      call->eraseFromParent();
+    }
+    auto* array = ArrayType::get(pointer, table.size());
+    new GlobalVariable(module, array, true, GlobalValue::ExternalLinkage,
+                       ConstantArray::get(array, table), "__msl_branches");
+    new GlobalVariable(module, count, true, GlobalValue::ExternalLinkage,
+                       ConstantInt::get(count, table.size()), "__msl_branch_count");
+  }
+
+  struct Access {
+    Instruction* instruction;
+    unsigned operand;
+    Value* size;
+    unsigned flags;
+  };
+
+  static void accesses(Function& function, Sites& sites) {
+    auto& module = *function.getParent();
+    auto& context = module.getContext();
+    auto& layout = module.getDataLayout();
+    auto* word = Type::getInt32Ty(context);
+    auto* pointer = PointerType::get(context, 0);
+    std::vector<Access> found;
+    auto add = [&](Instruction& i, unsigned operand, Value* size, unsigned flags) {
+      unsigned space = i.getOperand(operand)->getType()->getPointerAddressSpace();
+      if (space != kDevice && space != kConstant && space != kThreadgroup) return;
+      found.push_back({&i, operand, size, flags | (space == kThreadgroup ? kThreadgroupAccess : 0)});
+    };
+    auto fixed = [&](Type* type) { return ConstantInt::get(word, layout.getTypeStoreSize(type)); };
+    for (auto& i : instructions(function)) {
+      if (auto* load = dyn_cast<LoadInst>(&i)) {
+        add(i, 0, fixed(load->getType()), load->isAtomic() ? kAtomic : 0);
+      } else if (auto* store = dyn_cast<StoreInst>(&i)) {
+        add(i, 1, fixed(store->getValueOperand()->getType()),
+            kStore | (store->isAtomic() ? kAtomic : 0));
+      } else if (auto* update = dyn_cast<AtomicRMWInst>(&i)) {
+        add(i, 0, fixed(update->getType()), kStore | kAtomic);
+      } else if (auto* exchange = dyn_cast<AtomicCmpXchgInst>(&i)) {
+        add(i, 0, fixed(exchange->getNewValOperand()->getType()), kStore | kAtomic);
+      } else if (auto* copy = dyn_cast<MemTransferInst>(&i)) {
+        add(i, 1, copy->getLength(), 0);
+        add(i, 0, copy->getLength(), kStore);
+      } else if (auto* set = dyn_cast<MemSetInst>(&i)) {
+        add(i, 0, set->getLength(), kStore);
+      }
+    }
+    // Returns the pointer to use: a scratch place instead of one that is out of bounds.
+    auto callee = module.getOrInsertFunction("__msl_access", pointer, pointer, word, word, pointer);
+    for (auto& access : found) {
+      IRBuilder<> builder(access.instruction);
+      auto* address = access.instruction->getOperand(access.operand);
+      auto* call = builder.CreateCall(
+          callee, {builder.CreateAddrSpaceCast(address, pointer),
+                   builder.CreateZExtOrTrunc(access.size, word), builder.getInt32(access.flags),
+                   sites.of(*access.instruction)});
+      call->setDebugLoc(access.instruction->getDebugLoc());
+      access.instruction->setOperand(access.operand,
+                                     builder.CreateAddrSpaceCast(call, address->getType()));
+    }
+  }
+};
+
+}  // namespace
+
+extern "C" LLVM_ATTRIBUTE_WEAK PassPluginLibraryInfo llvmGetPassPluginInfo() {
+  return {LLVM_PLUGIN_API_VERSION, "msl", "1", [](PassBuilder& builder) {
+            builder.registerPipelineStartEPCallback(
+                [](ModulePassManager& manager, OptimizationLevel) { manager.addPass(Early()); });
+            builder.registerOptimizerLastEPCallback(
+                [](ModulePassManager& manager, OptimizationLevel) { manager.addPass(Late()); });
+          }};
+}

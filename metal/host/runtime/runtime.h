@@ -1,0 +1,196 @@
+// Runs compiled Metal kernels on a CPU: one fiber per GPU thread, 32 fibers per simdgroup, one
+// threadgroup per OS thread at a time. The structs up to Launch are shared with launch.py.
+#pragma once
+
+#include <cstdint>
+#include <random>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace msl {
+
+constexpr uint32_t kSimdWidth = 32;
+constexpr uint32_t kMaxThreadgroupArguments = 8;
+
+// What a kernel's attributes ask for; the field names are the attributes'.
+struct Context {
+  uint32_t thread_position_in_grid[3], thread_position_in_threadgroup[3];
+  uint32_t threadgroup_position_in_grid[3], threads_per_threadgroup[3];
+  uint32_t threads_per_grid[3], threadgroups_per_grid[3];
+  uint32_t thread_index_in_threadgroup, thread_index_in_simdgroup, simdgroup_index_in_threadgroup;
+  uint32_t simdgroups_per_threadgroup;
+  void* threadgroup_memory[kMaxThreadgroupArguments];
+};
+using Stub = void (*)(const Context*, void* const* arguments);
+
+// A place in the source, made by frontend/trace.cpp.
+struct Site {
+  const char* file;
+  uint32_t line, column, order;
+  const char* function;
+};
+
+enum FaultKind : uint32_t {
+  kThreadgroupRace, kDeviceRace, kGridRace, kOutOfBounds, kDivergentBarrier, kDivergentSimd,
+  kUninitialisedThreadgroup, kUninitialisedDevice, kWriteToReadOnly, kReadOfWriteOnly, kFaultKinds
+};
+
+struct ThreadId {
+  uint32_t threadgroup[3], thread, simdgroup, lane;
+};
+
+struct Fault {
+  uint32_t kind, store;  // store: the access at `site` writes
+  const Site *site, *other_site;
+  ThreadId thread, other;
+  int32_t buffer;           // argument index; -1: a threadgroup variable or none
+  uint32_t lanes;           // mask of the lanes, or count of the threads, that did arrive
+  int64_t byte;             // within the buffer or variable
+  uint64_t count;           // how often this pair of places did it
+  char variable[64];
+};
+
+struct Buffer {
+  char* data;
+  uint64_t bytes;
+  uint8_t* initialised;     // one byte per byte, or null when all of it is
+  int32_t index;
+  uint32_t may_read, may_write, shared_writable;  // last: some argument that overlaps may write
+};
+
+struct Traffic {
+  uint64_t loads, stores, load_bytes, store_bytes, load_lines, store_lines, load_accesses,
+      store_accesses;
+};
+
+struct Variable {  // made by frontend/trace.cpp
+  const char* name;
+  uint64_t bytes;
+  void* (*address)();
+};
+
+struct Launch {
+  Stub stub;
+  void* const* arguments;
+  uint32_t grid[3], threadgroup[3];
+  uint32_t threadgroup_bytes[kMaxThreadgroupArguments];
+  uint32_t workers, checked, lines, shuffled;
+  uint64_t seed;
+  const Buffer* buffers;
+  const Variable* variables;
+  uint64_t buffer_count, variable_count;
+  Fault* faults;
+  uint64_t fault_capacity, fault_count;  // count may exceed capacity
+  Traffic* traffic;                      // one per buffer
+  uint64_t barriers, exchanges, partial_exchanges;
+};
+
+struct Exchanged {
+  uint64_t value[kSimdWidth], reduced;
+  uint32_t mask, done;
+};
+
+struct Simdgroup;
+struct Fiber {
+  void* stack_pointer;
+  char* stack;
+  Simdgroup* simdgroup;
+  const Site* waiting;  // where, while at a simdgroup operation
+  Context context;
+};
+
+struct Simdgroup {
+  Exchanged exchanged;
+  uint64_t pending[kSimdWidth];
+  Fiber* fibers[kSimdWidth];
+  const Site* site;
+  uint32_t size, active, arrived, arrived_mask;
+  bool mixed;
+  uint32_t epoch, device_epoch;
+};
+
+class Checker;
+
+struct Worker {
+  Launch* launch = nullptr;
+  Checker* checker = nullptr;
+  Fiber* current = nullptr;
+  void* scheduler = nullptr;
+  std::vector<Fiber> fibers;
+  std::vector<Simdgroup> simdgroups;
+  std::vector<Fiber*> ready;
+  uint32_t live = 0, waiting = 0, size = 0;
+  const Site* barrier_site = nullptr;
+  const Site* barrier_other = nullptr;
+  Fiber *barrier_fiber = nullptr, *barrier_other_fiber = nullptr;
+  uint32_t barrier_flags = 0;
+  std::vector<Fiber*> at_barrier;
+  std::minstd_rand random;
+  std::vector<char> memory;
+  uint64_t barriers = 0, exchanges = 0, partial = 0;
+};
+extern thread_local Worker* worker;
+
+ThreadId identify(const Fiber* fiber);
+
+// Finds faults and counts traffic. Threadgroups run one after the other under it.
+class Checker {
+ public:
+  Checker(Launch& launch, Worker& owner);
+  void beginThreadgroup(uint64_t index);
+  void endThreadgroup();
+  void addThreadgroupArgument(uint32_t index, char* data, uint64_t bytes);
+  void threadgroupBarrier(uint32_t flags);
+  void simdgroupBarrier(Simdgroup& simdgroup, uint32_t flags);
+  char* access(char* address, uint32_t size, uint32_t flags, const Site* site);
+  void report(Fault fault);
+
+ private:
+  // Last writer and reader of one byte.
+  struct Access {
+    uint32_t epoch = 0, simd_epoch = 0, threadgroup = 0;
+    uint16_t thread = 0;
+    bool atomic = false;
+    const Site* site = nullptr;
+  };
+  struct Byte {
+    Access write, read;
+    bool many_lanes = false, many_simdgroups = false, other_threadgroup = false;
+  };
+  struct Block {
+    std::string name;
+    char* data;
+    uint64_t bytes;
+    std::vector<Byte> shadow;
+    std::vector<uint32_t> written;  // threadgroup serial that last wrote the byte
+  };
+  struct Lines {
+    const Site* site;
+    uint32_t buffer;
+    bool store;
+    uint32_t executed[kSimdWidth];
+    std::vector<std::pair<uint32_t, uint64_t>> touched;  // (execution, line)
+  };
+
+  char* threadgroupAccess(char*, uint32_t, uint32_t, const Site*);
+  void track(Byte& byte, bool device, bool store, bool atomic, const Site* site, Fault& fault);
+  Byte& shadow(uint64_t address);
+  void countLines(uint32_t buffer, const char* address, uint32_t size, bool store, const Site* site);
+  Fault begin(FaultKind kind, const Site* site, bool store);
+  ThreadId other(const Access& access, bool device) const;
+
+  Launch& launch_;
+  Worker& worker_;
+  uint32_t epoch_ = 1, threadgroup_epoch_ = 1, device_epoch_ = 1, first_epoch_ = 1;
+  uint64_t threadgroup_ = 0;
+  uint32_t serial_ = 0;
+  size_t last_buffer_ = 0, last_block_ = 0, arguments_from_ = 0;
+  std::vector<Block> blocks_;
+  std::unordered_map<uint64_t, std::vector<Byte>> pages_;
+  std::unordered_map<uint64_t, Lines> lines_;
+  std::unordered_map<std::string, size_t> known_;
+  alignas(64) char scratch_[4096] = {};
+};
+
+}  // namespace msl

@@ -1,0 +1,16 @@
+// Instantiations of qgemm.h on simdgroup_matrix: qgemm_<A>_<output>_m<rows a block>.
+#include "qgemm.h"
+#include "qgemm_instances.h"
+#include "tile_mma.h"
+
+INSTANTIATE_QGEMM_ROWS("", 16, SimdgroupTile)
+INSTANTIATE_QGEMM_ROWS("", 32, SimdgroupTile)
+INSTANTIATE_QGEMM_ROWS("", 64, SimdgroupTile)
+
+#define INSTANTIATE_DEQUANTIZE(NAME, A)                                                     \
+  template [[host_name("dequantize_rows_" NAME)]] [[kernel]] void dequantize_rows<A>(       \
+      const device uint*, const device A*, const device A*, device A*, constant int&,       \
+      uint3, uint);
+
+INSTANTIATE_DEQUANTIZE("bf16", bfloat)
+INSTANTIATE_DEQUANTIZE("fp16", half)

@@ -63,10 +63,26 @@ Kernel to_kernel(nb::dict d) {
   }
   for (nb::handle h : nb::cast<nb::list>(d["arguments"])) {
     auto a = nb::cast<nb::dict>(h);
-    k.arguments.push_back({nb::cast<int>(a["index"]), text(a, "name"),
-                           parse_space(text(a, "space")), parse_access(text(a, "access")),
-                           text(a, "type"),
-                           a.contains("only_if") ? nb::cast<int>(a["only_if"]) : -1});
+    ArgumentLayout l{nb::cast<int>(a["index"]),
+                     text(a, "name"),
+                     parse_space(text(a, "space")),
+                     parse_access(text(a, "access")),
+                     text(a, "type"),
+                     "",
+                     0};
+    if (a.contains("condition")) {
+      l.condition = text(a, "condition");
+    }
+    if (a.contains("size")) {
+      l.size = nb::cast<size_t>(a["size"]);
+    }
+    k.arguments.push_back(std::move(l));
+  }
+  if (d.contains("threadgroup_bytes")) {
+    k.threadgroup_bytes = nb::cast<size_t>(d["threadgroup_bytes"]);
+  }
+  if (d.contains("max_threads")) {
+    k.max_threads = nb::cast<uint32_t>(d["max_threads"]);
   }
   return k;
 }
@@ -105,12 +121,16 @@ nb::object to_python(const Value& v) {
   return nb::bytes(v.bytes.data(), v.bytes.size());
 }
 
-std::string argument_name(const Kernel& k, int index, bool is_threadgroup) {
-  for (const ArgumentLayout& a : k.arguments) {
-    if (a.index == index && (a.space == Space::threadgroup) == is_threadgroup)
-      return a.name;
+nb::dict constants_of(const Kernel& kernel, const std::vector<Constant>& constants) {
+  nb::dict out;
+  for (const ConstantLayout& c : kernel.constants) {
+    for (const Constant& given : constants) {
+      if (given.id == c.id) {
+        out[c.name.c_str()] = to_python(given.value);
+      }
+    }
   }
-  return "";
+  return out;
 }
 
 // One dispatch as plain Python data. With bindings, grids and bytes are those of that step.
@@ -128,14 +148,7 @@ nb::dict describe(const Program& p, int i, const Bindings* b) {
   out["label"] = d.name;
   out["layer"] = d.layer_index >= 0 ? nb::cast(d.layer_index) : nb::none();
   out["phase"] = d.phase;
-  nb::dict constants;
-  for (const ConstantLayout& c : d.kernel->constants) {
-    for (const Constant& given : d.constants) {
-      if (given.id == c.id)
-        constants[c.name.c_str()] = to_python(given.value);
-    }
-  }
-  out["constants"] = constants;
+  out["constants"] = constants_of(*d.kernel, d.constants);
   nb::list grid;
   for (const Extent& e : d.grid_size)
     grid.append(values.extent(e));
@@ -149,7 +162,7 @@ nb::dict describe(const Program& p, int i, const Bindings* b) {
     written += writes(a.access) ? moved : 0;
     nb::dict x;
     x["index"] = a.index;
-    x["name"] = argument_name(*d.kernel, a.index, false);
+    x["name"] = d.kernel->find(a.index, false)->name;
     x["slot"] = p.slots()[a.slot.index].name;
     x["offset"] = a.offset;
     x["bytes"] = a.bytes;
@@ -160,7 +173,7 @@ nb::dict describe(const Program& p, int i, const Bindings* b) {
   for (const ScalarArgument& a : d.scalars) {
     nb::dict x;
     x["index"] = a.index;
-    x["name"] = argument_name(*d.kernel, a.index, false);
+    x["name"] = d.kernel->find(a.index, false)->name;
     x["scalar"] = p.scalars()[a.scalar.index].first;
     x["value"] = to_python(values.scalar(a.scalar));
     arguments.append(x);
@@ -168,14 +181,14 @@ nb::dict describe(const Program& p, int i, const Bindings* b) {
   for (const ValueArgument& a : d.values) {
     nb::dict x;
     x["index"] = a.index;
-    x["name"] = argument_name(*d.kernel, a.index, false);
+    x["name"] = d.kernel->find(a.index, false)->name;
     x["value"] = to_python(a.value);
     arguments.append(x);
   }
   out["arguments"] = arguments;
   nb::dict memory;
   for (const ThreadgroupMemory& t : d.threadgroup) {
-    memory[argument_name(*d.kernel, t.index, true).c_str()] = t.bytes;
+    memory[d.kernel->find(t.index, true)->name.c_str()] = t.bytes;
   }
   out["threadgroup_memory"] = memory;
   out["read"] = read;
@@ -192,6 +205,19 @@ nb::list slots_of(const Program& p) {
     d["bytes"] = s.bytes;
     d["arena_offset"] =
         s.kind == SlotKind::scratch ? nb::cast(s.arena_offset) : nb::object(nb::none());
+    out.append(d);
+  }
+  return out;
+}
+
+nb::list pipelines_of(const Program& p) {
+  nb::list out;
+  for (const Pipeline& pipeline : p.pipelines()) {
+    nb::dict d;
+    d["key"] = pipeline.key;
+    d["kernel"] = pipeline.kernel->name;
+    d["file"] = pipeline.kernel->file;
+    d["constants"] = constants_of(*pipeline.kernel, pipeline.constants);
     out.append(d);
   }
   return out;
@@ -372,13 +398,8 @@ void bind_program(nb::module_& m) {
       .def_prop_ro("name", &Program::name)
       .def_prop_ro("slots", &slots_of)
       .def_prop_ro("arena_bytes", &Program::arena_bytes)
-      .def_prop_ro("pipelines",
-                   [](const Program& p) {
-                     std::vector<std::string> keys;
-                     for (const Pipeline& x : p.pipelines())
-                       keys.push_back(x.key);
-                     return keys;
-                   })
+      .def_prop_ro("pipelines", &pipelines_of,
+                   "Kernels with their constants, each once: what a backend compiles.")
       .def("__len__", [](const Program& p) { return p.dispatches().size(); });
 
   nb::class_<Bindings>(m, "Bindings", "What one step gives to a Program: buffers and scalars.")

@@ -131,11 +131,11 @@ ScalarType parse_type(const std::string& text) {
   }
   if (base == "int32_t")
     return ScalarType::int32;
-  if (base == "uint32_t")
+  if (base == "uint32_t" || base == "unsigned" || base == "unsignedint")
     return ScalarType::uint32;
   if (base == "int64_t")
     return ScalarType::int64;
-  if (base == "uint64_t" || base == "size_t")
+  if (base == "uint64_t" || base == "size_t" || base == "unsignedlong")
     return ScalarType::uint64;
   return ScalarType::bytes;
 }
@@ -179,6 +179,14 @@ uint64_t Value::as_count() const {
   if (v < 0)
     throw std::invalid_argument(to_string() + " is negative and cannot be a count.");
   return static_cast<uint64_t>(v);
+}
+
+const ArgumentLayout* Kernel::find(int index, bool is_threadgroup) const {
+  for (const auto& a : arguments) {
+    if (a.index == index && (a.space == Space::threadgroup) == is_threadgroup)
+      return &a;
+  }
+  return nullptr;
 }
 
 const ArgumentLayout& Kernel::argument(const std::string& wanted) const {

@@ -70,7 +70,11 @@ struct ArgumentLayout {
   Space space;
   Access access;
   std::string type;
-  int only_if = -1;  // id of the function constant that must be true for the argument to exist
+  // Name of the condition under which the argument exists, empty: always. Where it is a function
+  // constant of the kernel, it is checked; where the source derives it from others, the argument is
+  // optional here.
+  std::string condition;
+  size_t size = 0;  // bytes of what is pointed to, 0: not known
 };
 
 struct Kernel {
@@ -78,7 +82,11 @@ struct Kernel {
   std::string file;  // relative to the registry's folder, e.g. "gemv.metal"
   std::vector<ConstantLayout> constants;
   std::vector<ArgumentLayout> arguments;
+  size_t threadgroup_bytes = 0;  // that the source itself declares
+  uint32_t max_threads = 1024;   // of a threadgroup
 
+  // Null when there is none.
+  const ArgumentLayout* find(int index, bool is_threadgroup) const;
   // These throw std::invalid_argument, naming the kernel and what it does have.
   const ArgumentLayout& argument(const std::string& name) const;
   const ConstantLayout& constant(const std::string& name) const;

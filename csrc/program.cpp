@@ -8,7 +8,6 @@ namespace lily {
 namespace {
 
 constexpr size_t kArenaAlignment = 256;
-constexpr uint32_t kMaxThreads = 1024;
 constexpr size_t kMaxThreadgroupMemory = 32768;
 
 [[noreturn]] void fail(const std::string& text) {
@@ -187,6 +186,10 @@ Dispatch& Dispatch::value(const std::string& name, Value value) {
          to_string(a.space) + " " + a.type + " and cannot take the value " + value.to_string() +
          " (" + to_string(value.type) + ").");
   }
+  if (expected == ScalarType::bytes && a.size != 0 && value.bytes.size() != a.size) {
+    fail("kernel " + quoted(kernel->name) + ": argument " + quoted(name) + " is a " + a.type +
+         " of " + std::to_string(a.size) + " bytes, not " + value.to_string() + ".");
+  }
   values.push_back({a.index, std::move(value)});
   return *this;
 }
@@ -307,11 +310,7 @@ int Program::add(Dispatch d) {
   };
 
   for (BufferArgument& a : d.buffers) {
-    std::string argument;
-    for (const ArgumentLayout& l : k.arguments) {
-      if (l.space != Space::threadgroup && l.index == a.index)
-        argument = quoted(l.name);
-    }
+    std::string argument = quoted(k.find(a.index, false)->name);
     if (a.slot.index < 0 || a.slot.index >= static_cast<int>(slots_.size())) {
       fail(who + ": argument " + argument + " names a slot that is not of program " +
            quoted(name_) + ".");
@@ -340,13 +339,12 @@ int Program::add(Dispatch d) {
   }
   for (const ScalarArgument& a : d.scalars) {
     check_scalar(a.scalar);
-    for (const ArgumentLayout& l : k.arguments) {
-      ScalarType expected = parse_type(l.type), given = scalars_[a.scalar.index].second.type;
-      bool is_it = l.space == Space::constant && l.index == a.index;
-      if (is_it && expected != ScalarType::bytes && expected != given) {
-        fail(who + ": argument " + quoted(l.name) + " is " + l.type + ", but scalar " +
-             quoted(scalars_[a.scalar.index].first) + " is " + to_string(given) + ".");
-      }
+    const ArgumentLayout& l = *k.find(a.index, false);
+    const auto& [scalar, initial] = scalars_[a.scalar.index];
+    ScalarType expected = parse_type(l.type);
+    if (expected != ScalarType::bytes && expected != initial.type) {
+      fail(who + ": argument " + quoted(l.name) + " is " + l.type + ", but scalar " +
+           quoted(scalar) + " is " + to_string(initial.type) + ".");
     }
   }
 
@@ -364,33 +362,39 @@ int Program::add(Dispatch d) {
       fail(who + ": function constant " + quoted(c.name) + " is missing.");
   }
   for (const ArgumentLayout& l : k.arguments) {
-    const Value* condition = l.only_if >= 0 ? constant(l.only_if) : nullptr;
-    if (condition && !condition->bytes[0])
-      continue;
     auto given = [&](const auto& list) {
       return std::any_of(list.begin(), list.end(), [&](auto& g) { return g.index == l.index; });
     };
     bool is_given = l.space == Space::threadgroup
                         ? given(d.threadgroup)
                         : given(d.buffers) || given(d.scalars) || given(d.values);
-    if (!is_given) {
+    const Value* condition = nullptr;
+    for (const ConstantLayout& c : k.constants) {
+      if (c.name == l.condition)
+        condition = constant(c.id);
+    }
+    bool is_optional = !l.condition.empty() && !condition;
+    bool exists = !condition || condition->bytes[0];
+    if (is_given && !exists) {
+      fail(who + ": argument " + quoted(l.name) + " is given, but " + l.condition + " is false.");
+    }
+    if (!is_given && exists && !is_optional) {
       fail(who + ": argument " + quoted(l.name) + " (index " + std::to_string(l.index) +
            ") is missing.");
     }
   }
 
-  size_t memory = 0;
+  size_t memory = k.threadgroup_bytes;
   for (const ThreadgroupMemory& t : d.threadgroup)
     memory += t.bytes;
   if (memory > kMaxThreadgroupMemory) {
-    fail(who + " asks for " + std::to_string(memory) +
-         " bytes of threadgroup memory; the limit is " + std::to_string(kMaxThreadgroupMemory) +
-         ".");
+    fail(who + " takes " + std::to_string(memory) + " bytes of threadgroup memory; the limit is " +
+         std::to_string(kMaxThreadgroupMemory) + ".");
   }
   uint64_t threads = uint64_t{d.group_size[0]} * d.group_size[1] * d.group_size[2];
-  if (threads == 0 || threads > kMaxThreads) {
+  if (threads == 0 || threads > k.max_threads) {
     fail(who + " has " + std::to_string(threads) + " threads a threadgroup; 1 to " +
-         std::to_string(kMaxThreads) + " are allowed.");
+         std::to_string(k.max_threads) + " are allowed.");
   }
   for (const Extent& e : d.grid_size) {
     if (e.scalar.index >= 0) {

@@ -38,7 +38,7 @@ MANIFEST = [
         "arguments": [
             {"index": 0, "name": "y", "space": "device", "access": "write", "type": "float*"},
             {"index": 1, "name": "mask", "space": "device", "access": "read", "type": "bool*",
-             "only_if": 3},
+             "condition": "has_mask"},
         ],
     },
 ]  # fmt: skip
@@ -88,7 +88,8 @@ def test_complete_dispatch_is_described(registry, xy):
     assert (list(d["grid"]), tuple(d["threadgroup"])) == ([3, 1, 1], (32, 2, 1))
     assert d["threadgroup_memory"] == {"sums": 112}  # in multiples of 16
     assert [(a["name"], a["index"]) for a in d["arguments"]] == [("x", 0), ("y", 1), ("n", 2)]
-    assert p.pipelines == ["map_f32_0:4"]
+    pipeline = {"key": "map_f32_0:4", "kernel": "map_f32", "file": "map.metal"}
+    assert p.pipelines == [{**pipeline, "constants": {"bits": 4}}]
 
 
 def without(names, registry, p, x, y):
@@ -158,6 +159,33 @@ def test_threadgroup_memory_limit(registry, xy):
         p.add(d)
 
 
+def test_struct_by_value_must_have_the_kernels_size(registry, xy):
+    entry = json.loads(json.dumps(MANIFEST[0]))
+    entry["kernel"] = "with_struct"
+    entry["arguments"][2].update(type="Params", size=12)
+    registry.add(entry)
+    d = _ext.Dispatch(registry.at("with_struct"))
+    with pytest.raises(ValueError, match="'n' is a Params of 12 bytes, not 8 bytes"):
+        d.value("n", bytes(8))
+    d.value("n", bytes(12))
+
+
+def test_limits_that_the_kernel_itself_sets(registry, xy):
+    entry = {**MANIFEST[0], "kernel": "limited", "threadgroup_bytes": 32000, "max_threads": 64}
+    registry.add(entry)
+    p, x, y = xy
+
+    def dispatch(memory, threads):
+        d = _ext.Dispatch(registry.at("limited")).constant("bits", 4).read("x", x).write("y", y)
+        return d.value("n", 1).threadgroup_memory("sums", memory).threads(threads)
+
+    with pytest.raises(ValueError, match="takes 32784 bytes of threadgroup memory"):
+        p.add(dispatch(784, 64))
+    with pytest.raises(ValueError, match="has 65 threads a threadgroup; 1 to 64"):
+        p.add(dispatch(768, 65))
+    p.add(dispatch(768, 64))
+
+
 def test_argument_behind_a_constant(registry):
     p = _ext.Program("p")
     y, m = p.slot("y", "output", 4), p.slot("m", "input", 4)
@@ -168,8 +196,22 @@ def test_argument_behind_a_constant(registry):
     p.add(dispatch(False))
     with pytest.raises(ValueError, match="'mask' .* is missing"):
         p.add(dispatch(True))
+    with pytest.raises(ValueError, match="'mask' is given, but has_mask is false"):
+        p.add(dispatch(False).read("mask", m))
     p.add(dispatch(True).read("mask", m))
     assert len(p.pipelines) == 2
+
+
+def test_argument_behind_a_derived_condition_is_optional(registry, xy):
+    entry = json.loads(json.dumps(MANIFEST[2]))
+    entry["kernel"] = "derived"
+    entry["arguments"][1]["condition"] = "has_mask_and_rows"
+    registry.add(entry)
+    p, x, y = xy
+    for given in (False, True):
+        d = _ext.Dispatch(registry.at("derived")).constant("has_mask", True).write("y", y)
+        p.add(d.read("mask", x) if given else d)
+    p.finish()
 
 
 def test_scalar_of_another_type(registry, xy):

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import toolchain
+from . import cuda_tools, toolchain
 from .toolchain import INCLUDE, CompileError, HostError, call, digest
 
 METAL = toolchain.HERE.parent  # kernels include each other from here
@@ -51,10 +51,10 @@ struct context {
 CUDA_CONTEXT = """
 extern __local ulong __msl_dynamic[];
 static inline __attribute__((always_inline)) void __msl_fill(__msl_host::context& c) {
-  uint group[3] = {__nvvm_read_ptx_sreg_ctaid_x(), __nvvm_read_ptx_sreg_ctaid_y(), __nvvm_read_ptx_sreg_ctaid_z()};
-  uint groups[3] = {__nvvm_read_ptx_sreg_nctaid_x(), __nvvm_read_ptx_sreg_nctaid_y(), __nvvm_read_ptx_sreg_nctaid_z()};
-  uint at[3] = {__nvvm_read_ptx_sreg_tid_x(), __nvvm_read_ptx_sreg_tid_y(), __nvvm_read_ptx_sreg_tid_z()};
-  uint shape[3] = {__nvvm_read_ptx_sreg_ntid_x(), __nvvm_read_ptx_sreg_ntid_y(), __nvvm_read_ptx_sreg_ntid_z()};
+  uint group[3] = {(uint)__nvvm_read_ptx_sreg_ctaid_x(), (uint)__nvvm_read_ptx_sreg_ctaid_y(), (uint)__nvvm_read_ptx_sreg_ctaid_z()};
+  uint groups[3] = {(uint)__nvvm_read_ptx_sreg_nctaid_x(), (uint)__nvvm_read_ptx_sreg_nctaid_y(), (uint)__nvvm_read_ptx_sreg_nctaid_z()};
+  uint at[3] = {(uint)__nvvm_read_ptx_sreg_tid_x(), (uint)__nvvm_read_ptx_sreg_tid_y(), (uint)__nvvm_read_ptx_sreg_tid_z()};
+  uint shape[3] = {(uint)__nvvm_read_ptx_sreg_ntid_x(), (uint)__nvvm_read_ptx_sreg_ntid_y(), (uint)__nvvm_read_ptx_sreg_ntid_z()};
   for (int i = 0; i < 3; i++) {
     c.thread_position_in_threadgroup[i] = at[i];
     c.threadgroup_position_in_grid[i] = group[i];
@@ -150,7 +150,7 @@ class Source:
             "-x", "c++", "-std=c++20" if metal == "4.0" else "-std=c++17", f"-D__METAL_VERSION__={version}0",
             "-isystem", str(INCLUDE), *(f"-I{p}" for p in include), f"-I{METAL}",
             *(f"-D{k}" if v is None else f"-D{k}={v}" for k, v in sorted((defines or {}).items())),
-            "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-Wno-unknown-pragmas", "-Wno-ignored-attributes",
+            "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fconvergent-functions", "-Wno-unknown-pragmas", "-Wno-ignored-attributes",
             "-Wno-undefined-internal", "-Wno-undefined-inline", "-Wno-c++20-extensions", "-ferror-limit=50",
         ]
         if rules == "strict":
@@ -275,6 +275,68 @@ class Source:
             )
 
         return toolchain.cached("cpu-" + digest(self.key(), toolchain.processor(), *mode), build) / "kernels.so"
+
+    def ptx(self, values: dict[int, str], *, contract: str, arch: str) -> Path:
+        """PTX with one entry a kernel. An entry's parameters, in order of the buffer index: a pointer,
+        or for `constant T&` the value itself; then a uint32 byte offset into dynamic shared memory for
+        each [[threadgroup(i)]] argument but the first.
+        """
+        self.check()
+        target = ["--target=nvptx64-nvidia-cuda", f"-march={arch}", "-nogpulib", "-O3", "-ffp-contract=" + contract,
+                  "-Xclang", "-target-feature", "-Xclang", "+ptx83", "-mllvm", "-unroll-threshold=1500",
+                  *self._constant_flags(values)]
+        device_library = cuda_tools.libdevice()
+
+        def build(place: Path) -> None:
+            lines = [SUPPORT, CUDA_CONTEXT, *(self._entry(k) for k in self.kernels)]
+            plugin = toolchain.plugin()
+            extra = ["-Xclang", "-mlink-builtin-bitcode", "-Xclang", device_library] if device_library else []
+            call(
+                [toolchain.clang(), *self.flags, "-w", f"-fplugin={plugin}", f"-fpass-plugin={plugin}", *target, *extra, "-S",
+                 self._wrap(place, "".join(lines)), "-o", str(place / "kernels.ptx")],
+                f"compiling {self.path.name} to PTX",
+            )
+            text = (place / "kernels.ptx").read_text()
+            missing = sorted(set(re.findall(r"\.extern \.func .*?(__nv_\w+)", text, re.S)))
+            if missing:
+                raise HostError(
+                    f"{self.path.name} needs CUDA's libdevice ({', '.join(missing)}): set CUDA_HOME or "
+                    "pip install nvidia-cuda-nvcc"
+                )
+            for k in self.kernels:  # Metal's limit on threads is PTX's
+                if k.max_threads != 1024:
+                    name = cuda_tools.entry_name(k.name)
+                    text = re.sub(rf"(\.entry {name}\(.*?\))", rf"\1\n.maxntid {k.max_threads}, 1, 1", text, count=1, flags=re.S)
+            (place / "kernels.ptx").write_text(text)
+
+        return toolchain.cached("ptx-" + digest(self.key(), str(device_library), *target), build) / "kernels.ptx"
+
+    @staticmethod
+    def _entry(kernel: KernelInfo) -> str:
+        signature, values = [], {}
+        name = cuda_tools.entry_name(kernel.name)
+        kinds = {id(p): f"__msl_host::nth<F_{name}, {i}>::type" for i, p in enumerate(kernel.parameters)}
+        for p in sorted(kernel.buffers, key=lambda p: p.index):
+            kind = kinds[id(p)]
+            if p.reference and p.space == "constant":
+                value = f"metal::remove_cv_t<metal::remove_addrspace_t<typename __msl_host::target<{kind}>::type>>"
+                signature.append(f"{value} b{p.index}")
+                values[id(p)] = f"__msl_host::bind<{kind}>::from((ulong)&b{p.index})"
+            else:
+                signature.append(f"device char* b{p.index}")
+                values[id(p)] = f"__msl_host::bind<{kind}>::from((ulong)b{p.index})"
+        for n, p in enumerate(sorted(kernel.threadgroup, key=lambda p: p.index)):
+            if n:
+                signature.append(f"uint t{p.index}")
+            offset = f" + t{p.index}" if n else ""
+            values[id(p)] = f"__msl_host::bind<{kinds[id(p)]}>::from((ulong)((threadgroup char*)__msl_dynamic{offset}))"
+        arguments = [values.get(id(p)) or Source._builtin(kinds[id(p)], p.builtin) for p in kernel.parameters]
+        return (
+            f"typedef decltype({kernel.function}) F_{name};\n"
+            f'extern "C" __attribute__((nvptx_kernel, flatten)) void {name}({", ".join(signature)}) {{\n'
+            "  __msl_host::context here; __msl_fill(here);\n  const __msl_host::context* c = &here;\n"
+            f"  {kernel.function}({', '.join(arguments)});\n}}\n"
+        )
 
     @staticmethod
     def _arguments(kernel: KernelInfo) -> list[str]:

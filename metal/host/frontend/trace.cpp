@@ -103,6 +103,7 @@ class Sites {
 // Before optimisation.
 struct Early : PassInfoMixin<Early> {
   PreservedAnalyses run(Module& module, ModuleAnalysisManager&) {
+    internalise(module);
     threadgroupVariables(module);
     if (isChecked(module)) branches(module);
     return PreservedAnalyses::none();
@@ -110,6 +111,16 @@ struct Early : PassInfoMixin<Early> {
   static bool isRequired() { return true; }
 
  private:
+  // Only the launch stubs, which are extern "C", are called from outside.
+  static void internalise(Module& module) {
+    for (auto& function : module)
+      if (!function.isDeclaration() && function.getName().starts_with("_Z")) {
+        function.setComdat(nullptr);
+        function.setLinkage(GlobalValue::InternalLinkage);
+        function.setVisibility(GlobalValue::DefaultVisibility);
+      }
+  }
+
   // Other threads write these, so nothing may be concluded from this thread's stores alone.
   static void threadgroupVariables(Module& module) {
     std::vector<GlobalVariable*> variables;

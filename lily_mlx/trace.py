@@ -72,7 +72,10 @@ class Trace:
     def __str__(self) -> str:
         rows = [_COLUMNS, *map(self._row, self.dispatches)]
         widths = [max(len(row[c]) for row in rows) for c in range(len(_COLUMNS))]
-        lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in rows]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
         return "\n".join([self.summary(), *lines])
 
     def to_json(self, indent: int | None = None) -> str:

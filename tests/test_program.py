@@ -452,7 +452,7 @@ def two_chains(move):
     """x -> a -> b -> c -> out and, inside it in program order, x -> d -> out2."""
     p = _ext.Program("p")
     x, out, out2 = p.slot("x", "input", 64), p.slot("out", "output", 64), p.slot("o", "output", 64)
-    a, b, c, d = (p.scratch(n, size) for n, size in zip("abcd", (64, 64, 512, 512)))
+    a, b, c, d = (p.scratch(n, size) for n, size in zip("abcd", (64, 64, 512, 512), strict=True))
     for y, source in ((a, x), (b, a), (c, b), (d, x), (out2, d), (out, c)):
         move(p, (y,), (source,))
     p.finish()

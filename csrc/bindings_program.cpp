@@ -145,6 +145,7 @@ nb::dict describe(const Program& p, int i, const Bindings* b) {
   out["after"] = schedule.predecessors[i];
   out["kernel"] = d.kernel->name;
   out["file"] = d.kernel->file;
+  out["pipeline"] = d.pipeline;
   out["label"] = d.name;
   out["layer"] = d.layer_index >= 0 ? nb::cast(d.layer_index) : nb::none();
   out["phase"] = d.phase;

@@ -264,12 +264,12 @@ SlotId Program::slot(std::string name, SlotKind kind, size_t bytes) {
   check_open();
   if (bytes == 0)
     fail("slot " + quoted(name) + " has no bytes.");
-  for (const Slot& s : slots_) {
-    if (s.name == name)
-      fail("program " + quoted(name_) + " has two slots " + quoted(name) + ".");
+  int index = static_cast<int>(slots_.size());
+  if (!slot_index_.emplace(name, index).second) {
+    fail("program " + quoted(name_) + " has two slots " + quoted(name) + ".");
   }
   slots_.push_back({std::move(name), kind, bytes});
-  return {static_cast<int>(slots_.size()) - 1};
+  return {index};
 }
 
 ScalarId Program::scalar(std::string name, Value initial) {
@@ -284,11 +284,11 @@ ScalarId Program::scalar(std::string name, Value initial) {
 }
 
 SlotId Program::find_slot(const std::string& name) const {
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    if (slots_[i].name == name)
-      return {static_cast<int>(i)};
+  auto it = slot_index_.find(name);
+  if (it == slot_index_.end()) {
+    fail("program " + quoted(name_) + " has no slot " + quoted(name) + ".");
   }
-  fail("program " + quoted(name_) + " has no slot " + quoted(name) + ".");
+  return {it->second};
 }
 
 ScalarId Program::find_scalar(const std::string& name) const {

@@ -222,6 +222,7 @@ class Program {
 
   std::string name_;
   std::vector<Slot> slots_;
+  std::unordered_map<std::string, int> slot_index_;
   std::vector<std::pair<std::string, Value>> scalars_;
   std::vector<Dispatch> dispatches_;
   std::vector<Pipeline> pipelines_;

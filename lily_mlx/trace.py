@@ -17,6 +17,13 @@ def _dims(values: Any) -> str:
     return "x".join(str(v) for v in sizes)
 
 
+def _constants(values: dict[str, Any]) -> str:
+    return " ".join(
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in values.items()
+    )
+
+
 def format_bytes(count: int) -> str:
     """`count` bytes with a decimal unit, e.g. "1.66 GB"."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
@@ -29,12 +36,14 @@ class Trace:
     """The dispatches of a finished Program.
 
     With `bindings`, grids and bytes are those of that step (its scalars and its aliasing);
-    without, those of the Program's initial scalars. `print(Trace(program))` shows a table.
+    without, those of the Program's initial scalars. `print(Trace(program))` shows a table and, below
+    it, the pipelines (kernels with their function constants) that the table names by number.
     """
 
     def __init__(self, program: _ext.Program, bindings: _ext.Bindings | None = None):
         self.name: str = program.name
         self.slots: list[dict[str, Any]] = program.slots
+        self.pipelines: list[dict[str, Any]] = program.pipelines
         self.report: dict[str, Any] = program.report(bindings)
         self.dispatches: list[dict[str, Any]] = [
             program.describe(i, bindings) for i in range(len(program))
@@ -50,7 +59,7 @@ class Trace:
             str(d["level"]),
             " ".join(x for x in (layer, d["phase"]) if x),
             d["label"],
-            d["kernel"] + "".join(f" {k}={v}" for k, v in d["constants"].items()),
+            f"{d['kernel']} #{d['pipeline']}",
             _dims(d["grid"]),
             _dims(d["threadgroup"]),
             format_bytes(d["read"]),
@@ -76,14 +85,19 @@ class Trace:
             "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
-        return "\n".join([self.summary(), *lines])
+        pipelines = [
+            f"#{i} {p['file']} {p['kernel']} {_constants(p['constants'])}".rstrip()
+            for i, p in enumerate(self.pipelines)
+        ]
+        return "\n".join([self.summary(), *lines, *pipelines])
 
     def to_json(self, indent: int | None = None) -> str:
-        """Slots, counts and dispatches as JSON."""
+        """Counts, slots, pipelines and dispatches as JSON."""
         data = {
             "name": self.name,
             "report": self.report,
             "slots": self.slots,
+            "pipelines": self.pipelines,
             "dispatches": self.dispatches,
         }
         return json.dumps(data, indent=indent, default=_plain)

@@ -648,10 +648,11 @@ def test_listing_and_json(registry, xy):
     p.add(full_map(registry, p, x, y).label("double").layer(3, "moe"))
     p.finish()
     trace = Trace(p)
-    head, columns, row = str(trace).splitlines()
+    head, columns, row, pipeline = str(trace).splitlines()
     assert head.startswith("p: 1 dispatches, 1 levels, 0 barriers, 64 B read")
     assert columns.split()[:3] == ["index", "level", "layer"]
-    assert " ".join(row.split()) == "0 0 3 moe double map_f32 bits=4 3 32x2 64 B 64 B"
+    assert " ".join(row.split()) == "0 0 3 moe double map_f32 #0 3 32x2 64 B 64 B"
+    assert pipeline == "#0 map.metal map_f32 bits=4"
     data = json.loads(trace.to_json())
     assert data["dispatches"][0]["kernel"] == "map_f32"
     assert data["report"]["by_label"]["double"]["written"] == 64

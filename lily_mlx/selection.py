@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +46,18 @@ def query(kind: str, *, device: str | None = None, **shape: Any) -> Choice:
     one module differ, give a list: every value must have a kernel.
     Raises ValueError when a field that decides is missing, or one is not known.
     """
-    fields = {name: _plain(value) for name, value in shape.items()}
-    kernel, code, reason = _ext.query(kind, device or device_name(), fields)
+    fields = tuple(
+        (name, tuple(value) if isinstance(value, (list, set, frozenset)) else value)
+        for name, value in shape.items()
+    )
+    return _answer(kind, device or device_name(), fields)
+
+
+# Layers ask at every call.
+@functools.lru_cache(maxsize=1024)
+def _answer(kind: str, device: str, fields: tuple[tuple[str, Any], ...]) -> Choice:
+    shape = {name: _plain(value) for name, value in fields}
+    kernel, code, reason = _ext.query(kind, device, shape)
     return Choice(kernel or None, code, reason)
 
 
@@ -56,7 +67,7 @@ def table() -> list[tuple[str, str, str, list[str]]]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, tuple):
         return [_plain(v) for v in value]
     if isinstance(value, mx.Dtype):
         return str(value).rpartition(".")[2]

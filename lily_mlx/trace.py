@@ -36,8 +36,8 @@ class Trace:
     """The dispatches of a finished Program.
 
     With `bindings`, grids and bytes are those of that step (its scalars and its aliasing);
-    without, those of the Program's initial scalars. `print(Trace(program))` shows a table and, below
-    it, the pipelines (kernels with their function constants) that the table names by number.
+    without, those of the Program's initial scalars. `print(Trace(program))` shows a table and,
+    below it, the pipelines (kernels with function constants) that the table names by number.
     """
 
     def __init__(self, program: _ext.Program, bindings: _ext.Bindings | None = None):

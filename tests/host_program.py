@@ -47,3 +47,28 @@ def bind(program: _ext.Program, arrays: dict[str, np.ndarray], scalars: dict | N
     for name, value in (scalars or {}).items():
         bindings.set(program.find_scalar(name), value)
     return bindings, arena
+
+
+def overstated(
+    program: _ext.Program, bindings: _ext.Bindings, encoder: _ext.HostEncoder
+) -> list[str]:
+    """Declared bytes that the last checked run did not move: reports would count too much.
+
+    A byte that is declared is moved at least once, so each argument loads (stores) at least its
+    declared traffic; an access that never happens also costs levels that are not needed.
+    """
+    moved = {(d, a): (loaded, stored) for d, a, loaded, stored in encoder.moved}
+    found = []
+    for i in range(len(program)):
+        d = program.describe(i, bindings)
+        for a in d["arguments"]:
+            if "slot" not in a:
+                continue
+            loaded, stored = moved[i, a["index"]]
+            for verb, did, access in (("reads", loaded, "read"), ("writes", stored, "write")):
+                if access in a["access"].split("_") and did < a["traffic"]:
+                    found.append(
+                        f"dispatch {i} '{d['label']}' {verb} {did} bytes of {a['name']}, "
+                        f"{a['traffic']} are declared"
+                    )
+    return found

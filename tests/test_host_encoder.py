@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from host_program import bind, host_encoder
+from host_program import bind, host_encoder, overstated
 
 from lily_mlx import _ext
 
@@ -125,6 +125,7 @@ def test_program_runs_and_is_rebound(program, folder, options):
         assert moved[0, 1] == (0, 256)
         assert moved[2, 1] == (0, 8)
         assert moved[3, 0] == (256, 256)
+        assert overstated(program, b, encoder) == []
 
 
 def run(p, folder, **arrays):
@@ -166,6 +167,21 @@ def test_read_that_is_not_declared(registry, folder):
     p.finish()
     with pytest.raises(RuntimeError, match=r"read of an argument that the dispatch declares writ"):
         run(p, folder, x=256)
+
+
+def test_declared_bytes_that_do_not_move(registry, folder):
+    p = _ext.Program("p")
+    x, y = p.slot("x", "input", 256), p.slot("y", "cache", 256)
+    d = _ext.Dispatch(registry.at("scale")).constant("factor", 2).value("n", 32)
+    p.add(d.read("x", x).traffic(128).read_write("y", y).grid(2).threads(32).label("half"))
+    p.finish()
+    b, _alive = bind(p, {"x": np.zeros(64, np.float32), "y": np.zeros(64, np.float32)})
+    encoder = host_encoder(p, folder)
+    encoder.encode(p, b)
+    assert overstated(p, b, encoder) == [
+        "dispatch 0 'half' reads 0 bytes of y, 256 are declared",
+        "dispatch 0 'half' writes 128 bytes of y, 256 are declared",
+    ]
 
 
 def test_encoder_needs_a_fitting_library_for_each_pipeline(program, folder):

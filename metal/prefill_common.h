@@ -8,6 +8,8 @@
 
 namespace lily {
 
+constant constexpr uint kNoBlock = 0xffffffffu;  // expert of a block map entry past the last block
+
 template <typename A>
 METAL_FUNC float4 load4(const device A* p) {
   const vec<A, 4> v = *(const device vec<A, 4>*)p;

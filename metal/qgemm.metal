@@ -7,10 +7,9 @@ INSTANTIATE_QGEMM_ROWS("", 16, SimdgroupTile)
 INSTANTIATE_QGEMM_ROWS("", 32, SimdgroupTile)
 INSTANTIATE_QGEMM_ROWS("", 64, SimdgroupTile)
 
-#define INSTANTIATE_DEQUANTIZE(NAME, A)                                                     \
-  template [[host_name("dequantize_rows_" NAME)]] [[kernel]] void dequantize_rows<A>(       \
-      const device uint*, const device A*, const device A*, device A*, constant int&,       \
-      uint3, uint);
+#define INSTANTIATE_DEQUANTIZE(NAME, A)                                                   \
+  template [[host_name("dequantize_rows_" NAME)]] [[kernel]] decltype(dequantize_rows<A>) \
+      dequantize_rows<A>;
 
 INSTANTIATE_DEQUANTIZE("bf16", bfloat)
 INSTANTIATE_DEQUANTIZE("fp16", half)

@@ -28,7 +28,6 @@ constant constexpr int kRouteTokens = 32;    // tokens a block
 constant constexpr int kRouteThreads = 256;
 constant constexpr int kRouteMaxTopK = 16;
 constant constexpr int kRouteMaxExperts = 512;
-constant constexpr uint kNoBlock = 0xffffffffu;
 constant constexpr uint kNoExpert = 0xffffffffu;
 
 struct RouteParams {
@@ -52,10 +51,10 @@ METAL_FUNC void route_token(
     bool renormalise,
     uint lane) {
   float p[EPL];
-  float top = -INFINITY;
+  float top = -numeric_limits<float>::infinity();
   for (int i = 0; i < EPL; ++i) {
     const int e = i * 32 + int(lane);
-    p[i] = e < experts ? logits[e] : -INFINITY;
+    p[i] = e < experts ? logits[e] : -numeric_limits<float>::infinity();
     top = max(top, p[i]);
   }
   top = simd_max(top);

@@ -123,3 +123,14 @@ def combine(down, weights, shared_down, shared_gate, h, rnd: Round) -> np.ndarra
     if shared_down is not None:
         y = y + sigmoid(shared_gate)[:, None] * shared_down
     return rnd(y) if h is None else rnd(h + rnd(y))
+
+
+def experts(x, ids, gate, up, down, rnd: Round):
+    """x [T, H], ids [T, k], gate, up [E, W, H], down [E, H, W].
+
+    Returns act [T, k, W] (rounded) and the down products [T, k, H] of the rounded act.
+    """
+    x = np.asarray(x, np.float64)
+    act = silu(np.einsum("tkwh,th->tkw", gate[ids], x)) * np.einsum("tkwh,th->tkw", up[ids], x)
+    act = rnd(act)
+    return act, np.einsum("tkhw,tkw->tkh", down[ids].astype(np.float64), act)

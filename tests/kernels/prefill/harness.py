@@ -85,10 +85,11 @@ def quantize(rng: np.random.Generator, n: int, k: int, a: str, nbits: int, group
 
 
 def assert_close(got, want, rel, err_msg: str = "") -> None:
-    """|got - want| <= rel * (|want| + rms(want)), elementwise."""
+    """|got - want| <= rel * (|want| + rms), rms over the row or all of `want`, the larger."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape
     assert np.isfinite(got).all(), f"{err_msg}: output is not finite"
-    bound = rel * (np.abs(want) + np.sqrt(np.mean(want**2)) + 1e-30)
+    rms = np.sqrt(np.maximum(np.mean(want**2), np.mean(want**2, -1, keepdims=True)))
+    bound = rel * (np.abs(want) + rms + 1e-30)
     worst = np.max(np.abs(got - want) / bound) if got.size else 0.0
     assert worst <= 1.0, f"{err_msg}: {worst:.2f} times the tolerance"

@@ -6,6 +6,7 @@
 
 #include "clang/AST/RecursiveASTVisitor.h"
 #include "clang/Basic/SourceManager.h"
+#include "clang/Lex/Lexer.h"
 #include "llvm/Support/FileSystem.h"
 #include "llvm/Support/FormatVariadic.h"
 #include "llvm/Support/JSON.h"
@@ -94,22 +95,18 @@ class Lint : public RecursiveASTVisitor<Lint> {
     return true;
   }
 
-  bool VisitTypeLoc(TypeLoc loc) {
-    QualType type = loc.getType();
-    if (type->isSpecificBuiltinType(BuiltinType::Double) ||
-        type->isSpecificBuiltinType(BuiltinType::LongDouble))
-      report(loc.getBeginLoc(), "Metal has no double", "no-double");
-    if (type->isSpecificBuiltinType(BuiltinType::Int128) ||
-        type->isSpecificBuiltinType(BuiltinType::UInt128))
+  // Spelt types only: overload resolution tries every builtin type in templates.
+  bool VisitBuiltinTypeLoc(BuiltinTypeLoc loc) {
+    StringRef spelling = Lexer::getSourceText(
+        CharSourceRange::getTokenRange(sema_.SourceMgr.getSpellingLoc(loc.getBeginLoc())),
+        sema_.SourceMgr, sema_.getLangOpts());
+    if (spelling == "double") report(loc.getBeginLoc(), "Metal has no double", "no-double");
+    if (spelling == "__int128")
       report(loc.getBeginLoc(), "Metal has no 128-bit integer", "no-int128");
-    if (type->isVariableArrayType())
-      report(loc.getBeginLoc(), "an array's length must be a constant", "no-vla");
     return true;
   }
-
-  bool VisitFloatingLiteral(FloatingLiteral* literal) {
-    if (literal->getType()->isSpecificBuiltinType(BuiltinType::Double))
-      report(literal->getBeginLoc(), "Metal has no double", "no-double");
+  bool VisitVariableArrayTypeLoc(VariableArrayTypeLoc loc) {
+    report(loc.getBeginLoc(), "an array's length must be a constant", "no-vla");
     return true;
   }
 

@@ -16,7 +16,6 @@ template <bool B, class T = void> using enable_if_t = typename enable_if<B, T>::
 template <bool B, class T, class U> struct conditional { typedef T type; };
 template <class T, class U> struct conditional<false, T, U> { typedef U type; };
 template <bool B, class T, class U> using conditional_t = typename conditional<B, T, U>::type;
-template <class...> using void_t = void;
 
 template <class T> struct remove_const { typedef T type; };
 template <class T> struct remove_const<const T> { typedef T type; };
@@ -74,8 +73,6 @@ __MSL_TRAIT(is_signed, __is_signed(T) || is_floating_point_v<T>)
 __MSL_TRAIT(is_unsigned, __is_unsigned(T))
 __MSL_TRAIT(is_pointer, __is_pointer<remove_cv_t<T>>::value)
 __MSL_TRAIT(is_enum, __is_enum(T))
-__MSL_TRAIT(is_class, __is_class(T))
-__MSL_TRAIT(is_empty, __is_empty(T))
 __MSL_TRAIT(is_trivially_copyable, __is_trivially_copyable(T))
 #undef __MSL_TRAIT
 template <class T> struct is_const : false_type {};

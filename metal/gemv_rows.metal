@@ -1,0 +1,23 @@
+// Instantiations of gemv_rows.h: <kernel>_<A>[_<output>]_m<most rows>; _m4 and _m8 hold four weight rows a lane, _m16 two.
+#include "gemv_rows.h"
+
+#define INSTANTIATE_GEMV_ROWS(NAME, A, ONAME, O, R, MT)                                   \
+  template [[host_name("gemv_rows_" NAME "_" ONAME "_m" #MT)]] [[kernel]]                 \
+  decltype(gemv_rows<A, O, R, MT>) gemv_rows<A, O, R, MT>;                                \
+  template [[host_name("gemv_rows_multi_" NAME "_" ONAME "_m" #MT)]] [[kernel]]           \
+  decltype(gemv_rows_multi<A, O, R, MT>) gemv_rows_multi<A, O, R, MT>;
+
+#define INSTANTIATE_ROWS(NAME, A, R, MT)                                                  \
+  INSTANTIATE_GEMV_ROWS(NAME, A, NAME, A, R, MT)                                          \
+  INSTANTIATE_GEMV_ROWS(NAME, A, "fp32", float, R, MT)                                    \
+  template [[host_name("moe_gate_up_rows_" NAME "_m" #MT)]] [[kernel]]                    \
+  decltype(moe_gate_up_rows<A, R, MT>) moe_gate_up_rows<A, R, MT>;                        \
+  template [[host_name("moe_down_rows_" NAME "_m" #MT)]] [[kernel]]                       \
+  decltype(moe_down_rows<A, R, MT>) moe_down_rows<A, R, MT>;
+
+INSTANTIATE_ROWS("bf16", bfloat, 4, 4)
+INSTANTIATE_ROWS("bf16", bfloat, 4, 8)
+INSTANTIATE_ROWS("bf16", bfloat, 2, 16)
+INSTANTIATE_ROWS("fp16", half, 4, 4)
+INSTANTIATE_ROWS("fp16", half, 4, 8)
+INSTANTIATE_ROWS("fp16", half, 2, 16)

@@ -1,0 +1,21 @@
+#include "head.h"
+
+#define LILY_HEAD_GEMV(name, A, KMAX)                                                                      \
+  template [[host_name(name)]] [[kernel]] void lily::head_gemv<A, KMAX>(                                   \
+      device const A*, device const A*, device const uint*, device const A*, device const A*,              \
+      device float*, device float*, device uint*, uint3, uint, uint, uint);
+
+#define LILY_EMBED_ROW(name, A)                                                                            \
+  template [[host_name(name)]] [[kernel]] void lily::embed_row<A>(                                         \
+      device const uint*, device const uint*, device const A*, device const A*, device A*, uint3, uint);
+
+LILY_HEAD_GEMV("head_gemv_bf16_k2048", bfloat, 2048)
+LILY_HEAD_GEMV("head_gemv_bf16_k4096", bfloat, 4096)
+LILY_HEAD_GEMV("head_gemv_f16_k2048", half, 2048)
+LILY_HEAD_GEMV("head_gemv_f16_k4096", half, 4096)
+LILY_HEAD_GEMV("head_gemv_f32_k2048", float, 2048)
+LILY_HEAD_GEMV("head_gemv_f32_k4096", float, 4096)
+
+LILY_EMBED_ROW("embed_row_bf16", bfloat)
+LILY_EMBED_ROW("embed_row_f16", half)
+LILY_EMBED_ROW("embed_row_f32", float)

@@ -21,6 +21,7 @@ import tiny
 
 from lily_mlx import cli
 from lily_mlx.cli import _common, attach, generate, info
+from lily_mlx.private import private_copy
 
 stock_generate = importlib.import_module("mlx_lm.generate")
 stock_server = importlib.import_module("mlx_lm.server")
@@ -157,7 +158,7 @@ def test_strict_belongs_to_lily(folder, capsys):
 
 
 def test_generate_has_every_flag_of_mlx_lm(folder):
-    ours = generate.build_parser(_common.private_copy("generate"))
+    ours = generate.build_parser(private_copy("generate", "test"))
     theirs = stock_generate.setup_arg_parser()
     flags = {a.option_strings[-1]: a for a in theirs._actions}
     mine = {a.option_strings[-1]: a for a in ours._actions}

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
+
+from lily_mlx.private import private_copy
 
 USAGE_ERROR = 2  # bad input, as argparse exits
 INTERNAL_ERROR = 1
+
+__all__ = [
+    "Parsed",
+    "add_engine_flags",
+    "add_traceback_flag",
+    "arguments_of",
+    "guarded",
+    "loader",
+    "positive",
+    "private_copy",
+    "sentence",
+]
 
 # What bad input raises, here and in MLX, mlx-lm, transformers and huggingface_hub.
 BAD_INPUT = (ValueError, OSError, KeyError, RuntimeError, ImportError)
@@ -69,25 +81,6 @@ def guarded(prog: str, body: Callable[[], None], show_traceback: bool) -> None:
         else:
             print(f"{prog}: error: {sentence(error)}", file=sys.stderr)
         sys.exit(USAGE_ERROR if isinstance(error, BAD_INPUT) else INTERNAL_ERROR)
-
-
-def private_copy(name: str) -> ModuleType:
-    """A second instance of a module of mlx-lm, for this process's command alone.
-
-    mlx-lm's commands look `load` and `generate` up in their own module. Setting those names in a
-    private instance runs the very same code with our loader, and leaves the module that anybody
-    else imports as it is.
-
-    Args:
-        name: the module's name inside mlx_lm, such as "server".
-    """
-    origin = importlib.util.find_spec(f"mlx_lm.{name}").origin
-    own_name = f"mlx_lm._lily_mlx_{name}"  # in the package, so that relative imports resolve
-    spec = importlib.util.spec_from_file_location(own_name, origin)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[own_name] = module  # pickle and dataclasses look classes up by module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Parsed:

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from lily_mlx.cli import _common
+from lily_mlx.private import private_copy
 
 
 def build_parser(command: ModuleType) -> argparse.ArgumentParser:
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run mlx-lm's own main with the loader and the generate function of the engine asked for."""
     from lily_mlx import BUNDLED_MODEL
 
-    command = _common.private_copy("generate")
+    command = private_copy("generate", "command")
     command.DEFAULT_MODEL = str(BUNDLED_MODEL)
     arguments = build_parser(command).parse_args(_common.arguments_of(argv))
 

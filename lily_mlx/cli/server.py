@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lily_mlx.cli import _common
+from lily_mlx.private import private_copy
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -15,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lily_mlx import BUNDLED_MODEL
 
     given = _common.arguments_of(argv)
-    command = _common.private_copy("server")
+    command = private_copy("server", "command")
 
     class Parser(argparse.ArgumentParser):
         """mlx_lm.server builds its parser inside main: ours adds its flags to it."""

@@ -1,0 +1,190 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings_program.h"
+#include "mlx/version.h"
+#include "primitives/decode.h"
+#include "primitives/layers.h"
+#include "reference/micro.h"
+#include "reference/parallel.h"
+
+namespace nb = nanobind;
+namespace mx = mlx::core;
+using namespace nb::literals;
+
+namespace lily {
+namespace {
+
+// Remembers which objects a decode plan was built from: entries of modules (dicts) and of lists.
+// changed() is asked before every step, so it compares pointers only.
+class Watch {
+ public:
+  void dict_entry(nb::dict owner, nb::str key) {
+    nb::object value = owner[key];
+    entries_.push_back({owner, key, value, 0, array_id(value)});
+  }
+  void list_entries(nb::list owner) {
+    for (size_t i = 0; i < owner.size(); ++i) {
+      entries_.push_back({owner, nb::object(), owner[i], i, 0});
+    }
+    lists_.push_back({owner, owner.size()});
+  }
+  bool changed() const {
+    for (const auto& [list, size] : lists_) {
+      if (list.size() != size) {
+        return true;
+      }
+    }
+    for (const Entry& e : entries_) {
+      PyObject* now = e.key.is_valid()
+                          ? PyDict_GetItemWithError(e.owner.ptr(), e.key.ptr())
+                          : PyList_GetItem(e.owner.ptr(), static_cast<Py_ssize_t>(e.index));
+      if (now != e.value.ptr() || (e.array_id != 0 && array_id(nb::handle(now)) != e.array_id)) {
+        PyErr_Clear();
+        return true;
+      }
+    }
+    return false;
+  }
+
+ private:
+  struct Entry {
+    nb::object owner, key, value;
+    size_t index;
+    uintptr_t
+        array_id;  // an mx.array assigned to in place keeps its Python object and changes this
+  };
+  static uintptr_t array_id(nb::handle value) {
+    return nb::isinstance<mx::array>(value) ? nb::inst_ptr<mx::array>(value)->id() : 0;
+  }
+  std::vector<Entry> entries_;
+  std::vector<std::pair<nb::list, size_t>> lists_;
+};
+
+// What Python holds. A shared_ptr handed out by nanobind takes the GIL when it dies, which a
+// stream's thread must never wait for; these hold plain ones.
+struct Plan {
+  std::shared_ptr<const DecodePlan> shared;
+};
+struct State {
+  std::shared_ptr<DecodeState> shared;
+};
+
+void bind_layers(nb::module_& m) {
+  nb::class_<Weight>(m, "Weight",
+                     "A linear layer's weight: plain, or affine codes with scales and biases.")
+      .def(nb::init<mx::array, std::optional<mx::array>, std::optional<mx::array>, int, int>(),
+           "weight"_a, "scales"_a = nb::none(), "biases"_a = nb::none(), "bits"_a = 0,
+           "group"_a = 0)
+      .def_prop_ro("rows", &Weight::rows)
+      .def_prop_ro("cols", &Weight::cols)
+      .def_prop_ro("dtype", &Weight::dtype);
+  nb::class_<MoeLayer>(m, "MoeLayer")
+      .def(nb::init<Weight, Weight, Weight, Weight, Weight, Weight, Weight, Weight, int, bool>(),
+           "router"_a, "gate"_a, "up"_a, "down"_a, "shared_gate"_a, "shared_up"_a, "shared_down"_a,
+           "shared_router"_a, "top_k"_a, "normalize"_a);
+
+  m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "eps"_a, nb::kw_only(), "stream"_a = nb::none());
+  m.def("project", &project, "x"_a, "weights"_a, "float32_out"_a = false, nb::kw_only(),
+        "stream"_a = nb::none());
+  m.def("embed", &embed, "ids"_a, "weight"_a, "dtype"_a, nb::kw_only(), "stream"_a = nb::none());
+  m.def("gated_delta", &gated_delta, "qkv"_a, "z"_a, "b"_a, "a"_a, "conv_weight"_a, "A_log"_a,
+        "dt_bias"_a, "norm_weight"_a, "eps"_a, "key_heads"_a, "value_heads"_a, "key_dim"_a,
+        "value_dim"_a, "conv_state"_a = nb::none(), "state"_a = nb::none(), "mask"_a = nb::none(),
+        "lengths"_a = nb::none(), nb::kw_only(), "stream"_a = nb::none());
+  m.def("attention_prepare", &attention_prepare, "q_gate"_a, "k"_a, "q_norm"_a, "k_norm"_a,
+        "offset"_a, "heads"_a, "kv_heads"_a, "rotary"_a, "base"_a, "eps"_a, nb::kw_only(),
+        "stream"_a = nb::none());
+  m.def("attend", &attend, "q"_a, "keys"_a, "values"_a, "q_gate"_a, "mask"_a = nb::none(),
+        "causal"_a = false, nb::kw_only(), "stream"_a = nb::none());
+  m.def("moe", &moe, "x"_a, "layer"_a, nb::kw_only(), "stream"_a = nb::none());
+}
+
+void bind_decode(nb::module_& m) {
+  nb::class_<DeltaLayer>(m, "DeltaLayer")
+      .def(nb::init<Weight, Weight, Weight, Weight, Weight, mx::array, mx::array, mx::array,
+                    mx::array, int, int, int, int, float>(),
+           "qkv"_a, "z"_a, "b"_a, "a"_a, "out"_a, "conv"_a, "A_log"_a, "dt_bias"_a, "norm"_a,
+           "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a, "norm_eps"_a);
+  nb::class_<AttentionLayer>(m, "AttentionLayer")
+      .def(nb::init<Weight, Weight, Weight, Weight, mx::array, mx::array, int, int, int, int, float,
+                    float>(),
+           "q"_a, "k"_a, "v"_a, "out"_a, "q_norm"_a, "k_norm"_a, "heads"_a, "kv_heads"_a,
+           "head_dim"_a, "rotary"_a, "rope_base"_a, "norm_eps"_a);
+  nb::class_<DecodeLayer>(m, "DecodeLayer")
+      .def(nb::init<mx::array, mx::array, std::optional<DeltaLayer>, std::optional<AttentionLayer>,
+                    MoeLayer>(),
+           "input_norm"_a, "post_norm"_a, "delta"_a.none(), "attention"_a.none(), "moe"_a);
+  nb::class_<Plan>(m, "DecodePlan", "The weights that a decode step runs with; immutable.")
+      .def(
+          "__init__",
+          [](Plan* self, Weight embedding, std::vector<DecodeLayer> layers, mx::array final_norm,
+             Weight head, mx::Dtype dtype, float eps) {
+            auto plan = std::make_shared<DecodePlan>(
+                DecodePlan{std::move(embedding), std::move(layers), std::move(final_norm),
+                           std::move(head), dtype, eps});
+            {
+              nb::gil_scoped_release release;
+              plan->prepare();
+            }
+            new (self) Plan{std::move(plan)};
+          },
+          "embedding"_a, "layers"_a, "final_norm"_a, "head"_a, "dtype"_a, "eps"_a);
+  nb::class_<State>(m, "DecodeState", "The caches of one sequence while the decode step owns them.")
+      .def(
+          "__init__",
+          [](State* self, const Plan& plan) {
+            new (self) State{std::make_shared<DecodeState>(plan.shared)};
+          },
+          "plan"_a)
+      .def(
+          "put",
+          [](State& self, int layer, std::optional<mx::array> first,
+             std::optional<mx::array> second) {
+            nb::gil_scoped_release release;
+            self.shared->put(layer, std::move(first), std::move(second));
+          },
+          "layer"_a, "first"_a.none(), "second"_a.none())
+      .def(
+          "take", [](State& self, int layer) { return self.shared->take(layer); }, "layer"_a)
+      .def_prop_ro("whole", [](const State& self) { return self.shared->whole(); })
+      .def_prop_ro("copied_bytes", [](const State& self) { return self.shared->copied_bytes(); })
+      .def_prop_ro("grown_bytes", [](const State& self) { return self.shared->grown_bytes(); });
+  m.def(
+      "decode_step",
+      [](const State& state, const mx::array& token, const std::optional<mx::array>& ticket,
+         int position, bool with_logits, mx::StreamOrDevice stream) {
+        return decode_step(state.shared, token, ticket, position, with_logits, stream);
+      },
+      "state"_a, "token"_a, "ticket"_a.none(), "position"_a, "with_logits"_a, nb::kw_only(),
+      "stream"_a = nb::none());
+
+  nb::class_<Watch>(m, "Watch")
+      .def(nb::init<>())
+      .def("dict_entry", &Watch::dict_entry, "owner"_a, "key"_a)
+      .def("list_entries", &Watch::list_entries, "owner"_a)
+      .def("changed", &Watch::changed);
+}
+
+}  // namespace
+}  // namespace lily
+
+NB_MODULE(_ext, m) {
+  // mlx.core registers array, Stream and Dtype, which the signatures below name.
+  nb::module_::import_("mlx.core");
+  m.attr("built_for_mlx") = std::to_string(MLX_VERSION_MAJOR) + "." +
+                            std::to_string(MLX_VERSION_MINOR) + "." +
+                            std::to_string(MLX_VERSION_PATCH);
+  m.def("loaded_mlx", [] { return std::string(mx::version()); });
+  m.def("echo", [](const mx::array& x) { return x; }, "x"_a);
+  m.def("is_tracer", [](const mx::array& x) { return x.is_tracer(); }, "x"_a);
+  m.def("num_threads", &lily::num_threads);
+  m.def("instruction_set", [] { return std::string(lily::micro().name); });
+  lily::bind_layers(m);
+  lily::bind_decode(m);
+  lily::bind_program(m);
+}

@@ -1,0 +1,185 @@
+#include "primitives/common.h"
+
+#include <sstream>
+
+#include "mlx/allocator.h"
+#include "mlx/ops.h"
+
+namespace lily {
+
+std::string shape_text(const mx::array& a) {
+  std::ostringstream out;
+  out << '[';
+  for (size_t i = 0; i < a.ndim(); ++i) {
+    out << (i ? ", " : "") << a.shape(static_cast<int>(i));
+  }
+  out << ']';
+  return out.str();
+}
+
+Type type_of(mx::Dtype dtype, const char* what) {
+  if (dtype == mx::float32) {
+    return Type::f32;
+  }
+  if (dtype == mx::float16) {
+    return Type::f16;
+  }
+  if (dtype == mx::bfloat16) {
+    return Type::bf16;
+  }
+  std::ostringstream out;
+  out << what << " has dtype " << dtype << "; use float32, float16 or bfloat16";
+  throw std::invalid_argument(out.str());
+}
+
+Weight::Weight(mx::array w, std::optional<mx::array> s, std::optional<mx::array> b, int bits,
+               int group)
+    : weight(std::move(w)), scales(std::move(s)), biases(std::move(b)), bits(bits), group(group) {
+  auto fail = [](const std::string& text) { throw std::invalid_argument("Weight: " + text); };
+  if (weight.ndim() != 2 && weight.ndim() != 3) {
+    fail("weight has shape " + shape_text(weight) + "; use [rows, cols] or [experts, rows, cols]");
+  }
+  if (bits == 0) {
+    type_of(weight.dtype(), "weight");
+    if (scales || biases) {
+      fail("scales or biases given with bits 0; give bits and group of the quantized weight");
+    }
+  } else {
+    if (bits != 4 && bits != 8) {
+      fail("bits is " + std::to_string(bits) + "; use 4 or 8, or 0 for plain elements");
+    }
+    if (group != 32 && group != 64 && group != 128) {
+      fail("group is " + std::to_string(group) + "; use 32, 64 or 128");
+    }
+    if (!scales || !biases) {
+      fail("affine codes need scales and biases");
+    }
+    if (weight.dtype() != mx::uint32) {
+      fail("codes must be uint32 words");
+    }
+    type_of(scales->dtype(), "scales");
+    if (biases->dtype() != scales->dtype() || biases->shape() != scales->shape()) {
+      fail("biases " + shape_text(*biases) + " differ from scales " + shape_text(*scales) +
+           " in shape or dtype");
+    }
+    mx::Shape expected = weight.shape();
+    expected.back() = cols() / group;
+    if (cols() % group != 0 || scales->shape() != expected) {
+      fail("scales " + shape_text(*scales) + " do not fit codes " + shape_text(weight) + " of " +
+           std::to_string(bits) + " bits in groups of " + std::to_string(group));
+    }
+  }
+  if (cols() % 32 != 0) {
+    fail("the last axis has " + std::to_string(cols()) + " elements; it must be a multiple of 32");
+  }
+}
+
+Format append(const Weight& w, std::vector<mx::array>& inputs) {
+  inputs.push_back(w.weight);
+  if (w.bits != 0) {
+    inputs.push_back(*w.scales);
+    inputs.push_back(*w.biases);
+  }
+  return {w.bits, w.group};
+}
+
+namespace {
+
+Matrix make_matrix(const mx::array& w, const mx::array* s, const mx::array* b, Format format) {
+  auto check = [](const mx::array& a) {
+    if (a.strides(-1) != 1 && a.shape(-1) != 1) {
+      throw std::invalid_argument(
+          "a weight of shape " + shape_text(a) +
+          " is not contiguous along its last axis; make it so with mx.contiguous");
+    }
+  };
+  const bool experts = w.ndim() == 3;
+  Matrix m;
+  m.bits = format.bits;
+  m.group = format.group;
+  m.rows = w.shape(-2);
+  m.weight = w.data<char>();
+  m.weight_row = w.strides(-2) * static_cast<int64_t>(w.itemsize());
+  m.weight_expert = experts ? w.strides(0) * static_cast<int64_t>(w.itemsize()) : 0;
+  check(w);
+  if (format.bits == 0) {
+    m.type = type_of(w.dtype(), "weight");
+    m.cols = w.shape(-1);
+    return m;
+  }
+  check(*s);
+  check(*b);
+  if (s->strides() != b->strides()) {
+    throw std::invalid_argument(
+        "scales and biases of one weight differ in strides; make them contiguous");
+  }
+  m.type = type_of(s->dtype(), "scales");
+  m.cols = w.shape(-1) * (32 / format.bits);
+  m.scales = s->data<char>();
+  m.biases = b->data<char>();
+  m.scale_row = s->strides(-2);
+  m.scale_expert = experts ? s->strides(0) : 0;
+  return m;
+}
+
+}  // namespace
+
+Matrix matrix_at(const std::vector<mx::array>& inputs, size_t& cursor, Format format) {
+  const mx::array& w = inputs.at(cursor);
+  if (format.bits == 0) {
+    cursor += 1;
+    return make_matrix(w, nullptr, nullptr, format);
+  }
+  cursor += 3;
+  return make_matrix(w, &inputs.at(cursor - 2), &inputs.at(cursor - 1), format);
+}
+
+Matrix matrix_of(const Weight& w) {
+  return make_matrix(w.weight, w.scales ? &*w.scales : nullptr, w.biases ? &*w.biases : nullptr,
+                     {w.bits, w.group});
+}
+
+void check_columns(const char* op, const char* name, const Weight& w, int cols) {
+  if (w.cols() != cols) {
+    throw std::invalid_argument(std::string(op) + ": " + name + " has " + std::to_string(w.cols()) +
+                                " columns, its input has " + std::to_string(cols));
+  }
+}
+
+mx::array contiguous(const mx::array& x, mx::Stream s) {
+  return mx::contiguous(x, false, s);
+}
+
+void allocate(mx::array& out) {
+  out.set_data(mx::allocator::malloc(out.nbytes()));
+}
+
+void Primitive::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+  throw std::runtime_error(
+      std::string("lily_mlx: ") + name() +
+      " has no GPU kernel in this build; load the model with engine=\"stock\"");
+}
+
+void Primitive::refuse_gradient() {
+  throw std::invalid_argument(
+      std::string("lily_mlx: ") + name() +
+      " has no gradient; call model.train() first, which runs the stock ops");
+}
+
+std::vector<mx::array> Primitive::jvp(const std::vector<mx::array>&, const std::vector<mx::array>&,
+                                      const std::vector<int>&) {
+  refuse_gradient();
+}
+
+std::vector<mx::array> Primitive::vjp(const std::vector<mx::array>&, const std::vector<mx::array>&,
+                                      const std::vector<int>&, const std::vector<mx::array>&) {
+  refuse_gradient();
+}
+
+std::pair<std::vector<mx::array>, std::vector<int>> Primitive::vmap(const std::vector<mx::array>&,
+                                                                    const std::vector<int>&) {
+  throw std::invalid_argument(std::string("lily_mlx: ") + name() +
+                              " does not go through mx.vmap; give it a batch axis instead");
+}
+
+}  // namespace lily

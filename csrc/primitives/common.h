@@ -1,0 +1,85 @@
+// What every primitive shares: weights as graph inputs, dtype checks, and the refusal of gradients.
+#pragma once
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "mlx/array.h"
+#include "mlx/primitives.h"
+#include "mlx/utils.h"
+#include "reference/types.h"
+
+namespace lily {
+
+namespace mx = mlx::core;
+
+// A linear layer's weight as mlx-lm holds it, [rows, cols] or [experts, rows, cols]: plain elements
+// (bits = 0), or affine codes in uint32 words with scales and biases of one dtype.
+struct Weight {
+  mx::array weight;
+  std::optional<mx::array> scales;
+  std::optional<mx::array> biases;
+  int bits = 0;
+  int group = 0;
+
+  Weight(mx::array weight, std::optional<mx::array> scales, std::optional<mx::array> biases,
+         int bits, int group);
+
+  int rows() const {
+    return weight.shape(-2);
+  }
+  int cols() const {
+    return bits == 0 ? weight.shape(-1) : weight.shape(-1) * (32 / bits);
+  }
+  int experts() const {
+    return weight.ndim() == 3 ? weight.shape(0) : 1;
+  }
+  mx::Dtype dtype() const {
+    return bits == 0 ? weight.dtype() : scales->dtype();
+  }
+};
+
+// How a Weight lies in a primitive's inputs: weight, then scales and biases when bits != 0.
+struct Format {
+  int bits;
+  int group;
+};
+
+Type type_of(mx::Dtype dtype, const char* what);
+
+// Appends w's arrays to inputs and returns its format.
+Format append(const Weight& w, std::vector<mx::array>& inputs);
+
+// Reads the matrix at inputs[cursor] and moves the cursor past it. Evaluated arrays only.
+Matrix matrix_at(const std::vector<mx::array>& inputs, size_t& cursor, Format format);
+Matrix matrix_of(const Weight& w);
+
+// Throws unless x's last axis is w's columns.
+void check_columns(const char* op, const char* name, const Weight& w, int cols);
+
+mx::array contiguous(const mx::array& x, mx::Stream s);
+
+// Allocates an output.
+void allocate(mx::array& out);
+
+class Primitive : public mx::Primitive {
+ public:
+  using mx::Primitive::Primitive;
+
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override;
+  std::vector<mx::array> jvp(const std::vector<mx::array>&, const std::vector<mx::array>&,
+                             const std::vector<int>&) override;
+  std::vector<mx::array> vjp(const std::vector<mx::array>&, const std::vector<mx::array>&,
+                             const std::vector<int>&, const std::vector<mx::array>&) override;
+  std::pair<std::vector<mx::array>, std::vector<int>> vmap(const std::vector<mx::array>&,
+                                                           const std::vector<int>&) override;
+
+ private:
+  [[noreturn]] void refuse_gradient();
+};
+
+std::string shape_text(const mx::array& a);
+
+}  // namespace lily

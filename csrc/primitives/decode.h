@@ -1,0 +1,103 @@
+// The decode step: one primitive for the whole model, batch 1, one token.
+//
+// Weights are held by a DecodePlan, caches by a DecodeState; neither is a graph input. A step's
+// inputs are the token and the token of the step before (its "ticket"), which orders steps that
+// nothing else connects. The caller keeps the ticket: a state that held it would keep itself alive
+// through the graph.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "primitives/layers.h"
+
+namespace lily {
+
+struct DeltaLayer {
+  Weight qkv, z, b, a, out;
+  mx::array conv, A_log, dt_bias, norm;
+  int key_heads, value_heads, key_dim, value_dim;
+  float norm_eps;
+};
+
+struct AttentionLayer {
+  Weight q, k, v, out;
+  mx::array q_norm, k_norm;
+  int heads, kv_heads, head_dim, rotary;
+  float rope_base, norm_eps;
+};
+
+struct DecodeLayer {
+  mx::array input_norm, post_norm;
+  std::optional<DeltaLayer> delta;
+  std::optional<AttentionLayer> attention;
+  MoeLayer moe;
+};
+
+// The model's weights, evaluated and checked once; immutable afterwards.
+struct DecodePlan {
+  Weight embedding;
+  std::vector<DecodeLayer> layers;
+  mx::array final_norm;
+  Weight head;
+  mx::Dtype dtype;  // of activations
+  float eps;
+
+  // Evaluates every array and throws on the first that does not fit.
+  void prepare();
+  std::vector<const mx::array*> arrays() const;
+};
+
+// The caches of one sequence. A layer has (conv state, delta state) or (keys, values), absent until
+// first needed. Buffers are written in place only while nothing else holds them; otherwise the step
+// copies first.
+class DecodeState {
+ public:
+  DecodeState(std::shared_ptr<const DecodePlan> plan)
+      : plan_(std::move(plan)), layers_(plan_->layers.size()) {}
+
+  // Takes a layer's arrays over from Python. They are made contiguous and evaluated here.
+  void put(int layer, std::optional<mx::array> first, std::optional<mx::array> second);
+
+  // Gives a layer's arrays up; the steps built so far must have been evaluated. The state cannot
+  // step afterwards.
+  std::pair<std::optional<mx::array>, std::optional<mx::array>> take(int layer);
+
+  // Bytes copied since construction: because somebody shared a buffer, and because keys and values
+  // grew.
+  int64_t copied_bytes() const {
+    return copied_bytes_;
+  }
+  int64_t grown_bytes() const {
+    return grown_bytes_;
+  }
+  bool whole() const {
+    return whole_;
+  }
+  const DecodePlan& plan() const {
+    return *plan_;
+  }
+
+ private:
+  friend class DecodeStep;
+  struct Pair {
+    std::optional<mx::array> first, second;
+  };
+
+  std::shared_ptr<const DecodePlan> plan_;
+  std::vector<Pair> layers_;
+  int64_t copied_bytes_ = 0;
+  int64_t grown_bytes_ = 0;
+  bool whole_ = true;
+};
+
+// Returns {next token [1, 1] uint32} or, with_logits, {next token, logits [1, 1, vocabulary]
+// float32}. `position` is the number of tokens already in the caches, `ticket` the next token that
+// the state's last step returned. Nothing is computed or advanced until an output is evaluated.
+std::vector<mx::array> decode_step(const std::shared_ptr<DecodeState>& state,
+                                   const mx::array& token, const std::optional<mx::array>& ticket,
+                                   int position, bool with_logits, mx::StreamOrDevice s = {});
+
+}  // namespace lily

@@ -1,0 +1,144 @@
+#include "reference/parallel.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace lily {
+namespace {
+
+int count_cpus() {
+#ifdef __linux__
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) {
+    return std::max(1, CPU_COUNT(&set));
+  }
+#endif
+  return std::max(1u, std::thread::hardware_concurrency());
+}
+
+int configured_threads() {
+  const char* text = std::getenv("LILY_MLX_THREADS");
+  if (text == nullptr) {
+    return count_cpus();
+  }
+  char* end = nullptr;
+  long n = std::strtol(text, &end, 10);
+  if (end == text || *end != '\0' || n < 1 || n > 1024) {
+    throw std::invalid_argument("LILY_MLX_THREADS is '" + std::string(text) +
+                                "'; set it to a number from 1 to 1024");
+  }
+  return static_cast<int>(n);
+}
+
+// A decode step is a chain of short parallel regions, so a worker spins this long before it sleeps.
+constexpr int kSpins = 4000;
+
+class Pool {
+ public:
+  explicit Pool(int threads) {
+    for (int i = 1; i < threads; ++i) {
+      std::thread([this] { work(); }).detach();
+    }
+    workers_ = threads - 1;
+  }
+
+  void run(size_t n, const std::function<void(size_t)>& task) {
+    // One region at a time: streams have a thread each, and their regions queue here.
+    std::lock_guard<std::mutex> region(region_mutex_);
+    task_ = &task;
+    total_ = n;
+    next_.store(0, std::memory_order_relaxed);
+    busy_.store(workers_, std::memory_order_relaxed);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      generation_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    drain();
+    while (busy_.load(std::memory_order_acquire) != 0) {
+      std::this_thread::yield();
+    }
+  }
+
+ private:
+  void drain() {
+    for (size_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < total_;) {
+      (*task_)(i);
+    }
+  }
+
+  void work() {
+    uint64_t seen = 0;
+    while (true) {
+      for (int i = 0; i < kSpins && generation_.load(std::memory_order_acquire) == seen; ++i) {
+        std::this_thread::yield();
+      }
+      if (generation_.load(std::memory_order_acquire) == seen) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
+      }
+      seen = generation_.load(std::memory_order_acquire);
+      drain();
+      busy_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  std::mutex region_mutex_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::atomic<uint64_t> generation_{0};
+  std::atomic<size_t> next_{0};
+  std::atomic<int> busy_{0};
+  const std::function<void(size_t)>* task_ = nullptr;
+  size_t total_ = 0;
+  int workers_ = 0;
+};
+
+Pool& pool() {
+  // Never destroyed: a stream's thread may outlive static destructors. A forked child has none of
+  // the parent's workers, so it gets a pool of its own.
+  static std::mutex mutex;
+  static Pool* instance = nullptr;
+  static pid_t owner = 0;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (owner != getpid()) {
+    instance = new Pool(num_threads());
+    owner = getpid();
+  }
+  return *instance;
+}
+
+}  // namespace
+
+int num_threads() {
+  static const int n = configured_threads();
+  return n;
+}
+
+void parallel_for(size_t n, const std::function<void(size_t)>& task) {
+  if (n <= 1 || num_threads() == 1) {
+    for (size_t i = 0; i < n; ++i) {
+      task(i);
+    }
+    return;
+  }
+  pool().run(n, task);
+}
+
+void parallel_ranges(size_t n, size_t grain, const std::function<void(size_t, size_t)>& body) {
+  size_t pieces = std::min<size_t>(std::max<size_t>(n / std::max<size_t>(grain, 1), 1),
+                                   static_cast<size_t>(num_threads()) * 4);
+  parallel_for(pieces, [&](size_t i) { body(n * i / pieces, n * (i + 1) / pieces); });
+}
+
+}  // namespace lily

@@ -5,6 +5,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings_host.h"
 #include "bindings_program.h"
 #include "mlx/version.h"
 #include "primitives/decode.h"
@@ -187,4 +188,5 @@ NB_MODULE(_ext, m) {
   lily::bind_layers(m);
   lily::bind_decode(m);
   lily::bind_program(m);
+  lily::bind_host(m);
 }

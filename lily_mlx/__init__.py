@@ -1,4 +1,4 @@
-"""lily_mlx: kernels made for Qwen3.5/3.6 MoE, as MLX primitives inside mlx-lm's own model classes."""
+"""Kernels made for Qwen3.5/3.6 MoE, as MLX primitives inside mlx-lm's own model classes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ except ImportError as error:
     raise explain(error) from error
 
 from lily_mlx._build_check import check_extension
+from lily_mlx._version import __version__
 
 check_extension(_ext)
-
-from lily_mlx._version import __version__
 
 BUNDLED_MODEL = Path(__file__).parent / "bundled"
 """The folder of the small trained model that comes with the package."""
@@ -34,7 +33,7 @@ _LAZY = {
     "ModelArgs": "lily_mlx.model",
 }
 
-__all__ = ["BUNDLED_MODEL", "backend_info", *_LAZY]
+__all__ = ["BUNDLED_MODEL", "__version__", "backend_info", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:

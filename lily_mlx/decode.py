@@ -206,7 +206,7 @@ def _can_lend(cache: Any, dtype: mx.Dtype) -> bool:
 def step(
     text_model: nn.Module, token: mx.array, caches: list[Any], with_logits: bool = True
 ) -> list[mx.array] | None:
-    """Build one decode step: [next token [1, 1] uint32] and, with_logits, logits [1, 1, vocabulary].
+    """Build one decode step: the next token [1, 1] and, with_logits, logits [1, 1, vocabulary].
 
     The next token is the one of the largest float32 logit, the lowest id of equals. The caches
     advance by one token, as they do when mlx-lm builds a step.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mlx_lm.generate import GenerationResponse, generation_stream
 
-from lily_mlx.cli._common import private_copy
 from lily_mlx.decode import generate_step
+from lily_mlx.private import private_copy
 
 # mlx-lm's functions look generate_step up in their own module; a private instance of that module
 # runs the same code with ours, and leaves mlx_lm.generate as everybody else knows it.

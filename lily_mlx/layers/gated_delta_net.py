@@ -40,7 +40,7 @@ class GatedDeltaNet(qwen3_5.GatedDeltaNet):
     def __call__(
         self, inputs: mx.array, mask: mx.array | None = None, cache: Any | None = None
     ) -> mx.array:
-        """inputs [B, T, hidden] -> [B, T, hidden]; cache: mlx-lm's ArraysCache, mask [B, T] bool."""
+        """inputs [B, T, hidden] -> the same; cache: mlx-lm's ArraysCache, mask [B, T] bool."""
         if not self.choice(inputs.dtype):
             return super().__call__(inputs, mask, cache)
         qkv, z, b, a = project(

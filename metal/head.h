@@ -122,51 +122,6 @@ template <typename A, int KMAX>
   }
 }
 
-[[kernel]] void argmax_final(
-    device const float* partial_values [[buffer(0)]],
-    device const uint* partial_ids [[buffer(1)]],
-    device uint* token [[buffer(2)]],
-    device int* position [[buffer(3), function_constant(kAdvance)]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup float values[kMaxSimdgroups];
-  threadgroup uint ids[kMaxSimdgroups];
-  Best best = no_best();
-  for (int i = int(tid); i < kPartials; i += kSimdgroups * 32) {
-    keep_better(best, partial_values[i], partial_ids[i]);
-  }
-  threadgroup_best(best, values, ids, simdgroup, lane, kSimdgroups);
-  if (tid == 0) {
-    token[0] = best.id == 0xffffffffu ? 0u : best.id;
-    if (kAdvance) {
-      position[0] += 1;
-    }
-  }
-}
-
-[[kernel]] void argmax_logits(
-    device const float* logits [[buffer(0)]],
-    device float* partial_values [[buffer(1)]],
-    device uint* partial_ids [[buffer(2)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup float values[kMaxSimdgroups];
-  threadgroup uint ids[kMaxSimdgroups];
-  const int threads = kSimdgroups * 32;
-  Best best = no_best();
-  for (int i = int(group.x) * threads + int(tid); i < kRows0; i += kPartials * threads) {
-    keep_better(best, logits[i], uint(i));
-  }
-  threadgroup_best(best, values, ids, simdgroup, lane, kSimdgroups);
-  if (tid == 0) {
-    partial_values[group.x] = best.value;
-    partial_ids[group.x] = best.id;
-  }
-}
-
 template <typename A>
 [[kernel]] void embed_row(
     device const uint* token [[buffer(0)]],
@@ -199,3 +154,50 @@ template <typename A>
 }
 
 }  // namespace lily
+
+// Names of kernels that are no templates are their own host names, so these stay out of the namespace.
+
+[[kernel]] void argmax_final(
+    device const float* partial_values [[buffer(0)]],
+    device const uint* partial_ids [[buffer(1)]],
+    device uint* token [[buffer(2)]],
+    device int* position [[buffer(3), function_constant(lily::kAdvance)]],
+    uint tid [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup float values[lily::kMaxSimdgroups];
+  threadgroup uint ids[lily::kMaxSimdgroups];
+  lily::Best best = lily::no_best();
+  for (int i = int(tid); i < lily::kPartials; i += lily::kSimdgroups * 32) {
+    lily::keep_better(best, partial_values[i], partial_ids[i]);
+  }
+  lily::threadgroup_best(best, values, ids, simdgroup, lane, lily::kSimdgroups);
+  if (tid == 0) {
+    token[0] = best.id == 0xffffffffu ? 0u : best.id;
+    if (lily::kAdvance) {
+      position[0] += 1;
+    }
+  }
+}
+
+[[kernel]] void argmax_logits(
+    device const float* logits [[buffer(0)]],
+    device float* partial_values [[buffer(1)]],
+    device uint* partial_ids [[buffer(2)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint tid [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup float values[lily::kMaxSimdgroups];
+  threadgroup uint ids[lily::kMaxSimdgroups];
+  const int threads = lily::kSimdgroups * 32;
+  lily::Best best = lily::no_best();
+  for (int i = int(group.x) * threads + int(tid); i < lily::kRows0; i += lily::kPartials * threads) {
+    lily::keep_better(best, logits[i], uint(i));
+  }
+  lily::threadgroup_best(best, values, ids, simdgroup, lane, lily::kSimdgroups);
+  if (tid == 0) {
+    partial_values[group.x] = best.value;
+    partial_ids[group.x] = best.id;
+  }
+}

@@ -1,0 +1,165 @@
+"""norm + GEMV over several matrices, the residual form, the router's fp32 form, and the norm apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from harness import gemv_constants, gemv_grid, gemv_name, launch, weight_buffers
+from reference import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    Dtype,
+    assert_rounded,
+    make_weight,
+    product,
+    rms_norm,
+)
+
+
+def run(
+    host: str,
+    a: Dtype,
+    k: int,
+    rows: list[int],
+    bits: list[int],
+    group: int = 64,
+    out: Dtype | None = None,
+    h_scale: float = 1.0,
+    seed: int = 0,
+    **shape,
+) -> None:
+    """One launch against the reference."""
+    out = out or a
+    rng = np.random.default_rng(seed)
+    weights = [make_weight(rng, (n, k), a, b, group) for n, b in zip(rows, bits)]
+    h = a.store(rng.standard_normal(k) * h_scale)
+    norm_weight = a.store(rng.standard_normal(k))
+    c = gemv_constants(k, weights, **shape)
+    buffers = {0: h}
+    x = a.load(h)
+    if c[16]:
+        buffers[1] = norm_weight
+        x = rms_norm(x, a.load(norm_weight), c[19], a)
+    if c[17]:
+        buffers[2] = a.store(rng.standard_normal(rows[0]))
+    x_out = a.empty(k)
+    if c[18]:
+        buffers[3] = x_out
+    ys = []
+    for i, w in enumerate(weights):
+        buffers.update(weight_buffers(w, 4 + 4 * i))
+        ys.append(out.empty(rows[i]))
+        buffers[7 + 4 * i] = ys[i]
+    launch("gemv.metal", gemv_name(a, out, k), c, buffers, (gemv_grid(c),), 32 * c[14], host)
+    if c[18]:
+        # The norm's fp32 sum is added in another order: one rounding step either way, seldom.
+        got = a.load(x_out)
+        assert np.abs(got - x).max() <= max(a.ulp, 2e-6) * np.abs(x).max()
+        assert a is F32 or (got != x).mean() < 0.02
+        x = got
+    for i, w in enumerate(weights):
+        exact, size = product(w, x)
+        slack = size * (0 if not c[16] or c[18] else a.ulp * 0.02)
+        what = f"matrix {i}"
+        if c[17]:
+            r = a.load(buffers[2])
+            exact = r + exact
+            assert_rounded(a.load(ys[i]), exact, a, size + slack * 5e5 + np.abs(exact - r) * a.ulp * 2.6e5, what)
+        else:
+            assert_rounded(out.load(ys[i]), exact, out, size + slack * 5e5, what)
+
+
+# Every (R, U) that is compiled in, each with another format, on tiny shapes that end inside a block.
+SHAPES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)]
+
+
+@pytest.mark.parametrize("i", range(len(SHAPES)), ids=[f"r{r}u{u}" for r, u in SHAPES])
+def test_every_shape_checked(i: int) -> None:
+    r, u = SHAPES[i]
+    bits = [4, 8][i % 2]
+    lanes = 8
+    k = lanes * u * (128 // bits) * (1 + i % 3)
+    group = 32 if k % 64 else 64
+    run("checked", [BF16, F16][i // 2 % 2], k, [r * 4 * 2 + 3], [bits], group, lanes=lanes, r=r, u=u, simdgroups=2)
+
+
+def test_four_matrices_of_different_bits_with_norm_checked() -> None:
+    run(
+        "checked", BF16, 512, [9, 5, 1, 3], [4, 8, 16, 4], 64,
+        lanes=8, r=2, u=1, simdgroups=2, norm=True, write_x=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("split", [2, 4])
+def test_split_of_k_checked(split: int) -> None:
+    run("checked", F16, 1024, [13], [4], 128, lanes=8, r=2, u=1, split=split, simdgroups=4, residual=True)
+
+
+def test_several_blocks_a_simdgroup_across_matrices_checked() -> None:
+    run("checked", BF16, 256, [21, 7], [4, 8], 32, lanes=8, r=1, u=1, simdgroups=2, blocks=3, norm=True)
+
+
+def test_more_pieces_than_threads_checked() -> None:
+    run("checked", BF16, 1024, [3], [4], 64, lanes=32, r=1, u=1, simdgroups=1, norm=True, write_x=True)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("a", ["bf16", "f16", "f32"])
+def test_formats(a: str, bits: int, group: int) -> None:
+    # lanes * u units of 4 bits are 2048 values, of 8 bits 1024.
+    run("cpu", DTYPES[a], 2048, [37], [bits], group, lanes=32, r=2, u=2, norm=True, write_x=True)
+
+
+def test_unquantized_float32() -> None:
+    run("cpu", F32, 256, [17], [32], 64, lanes=32, r=4, u=1, norm=True, write_x=True)
+
+
+@pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
+def test_delta_net_input_projections(a: Dtype) -> None:
+    """[qkv | z | b | a] of the 35B model, its long matrices cut short."""
+    run("cpu", a, 2048, [515, 256, 32, 32], [4] * 4, lanes=32, r=4, u=2, simdgroups=8, norm=True, write_x=True)
+
+
+def test_out_projection_with_residual() -> None:
+    run("cpu", BF16, 4096, [260], [4], lanes=32, r=1, u=4, simdgroups=8, residual=True)
+
+
+def test_router_and_shared_gate_in_float32() -> None:
+    run(
+        "cpu", BF16, 2048, [256, 1], [8, 8], out=F32,
+        lanes=32, r=1, u=1, split=4, simdgroups=8, norm=True, write_x=True,
+    )  # fmt: skip
+
+
+def test_bundled_input_projections() -> None:
+    run("cpu", BF16, 256, [1024, 512, 4, 4], [4] * 4, lanes=8, r=2, u=1, simdgroups=4, norm=True, write_x=True)
+
+
+@pytest.mark.parametrize("h_scale", [0.0, 1e-4, 3e3])
+def test_row_scales(h_scale: float) -> None:
+    """A zero row, one below eps, and a large one."""
+    run("cpu", BF16, 2048, [64], [4], h_scale=h_scale, lanes=32, r=2, u=2, norm=True, write_x=True)
+
+
+def test_fused_norm_rounds_as_the_norm_apart() -> None:
+    """norm_row, then the plain product: the same bits as the fused form."""
+    rng = np.random.default_rng(3)
+    a, k, n = BF16, 2048, 40
+    w = make_weight(rng, (n, k), a, 4, 64)
+    h, weight = a.store(rng.standard_normal(k)), a.store(rng.standard_normal(k))
+    c = gemv_constants(k, [w], lanes=32, r=2, u=2, simdgroups=4, norm=True)
+    fused, apart, x = a.empty(n), a.empty(n), a.empty(k)
+    launch(
+        "gemv.metal", "gemv_bf16_k2048", c, {0: h, 1: weight, **weight_buffers(w, 4), 7: fused},
+        (gemv_grid(c),), 128, "cpu",
+    )  # fmt: skip
+    launch("gemv.metal", "norm_row_bf16", c, {0: h, 1: weight, 2: x}, (1,), 128, "cpu")
+    plain = {**c, 16: False}
+    launch(
+        "gemv.metal", "gemv_bf16_k2048", plain, {0: x, **weight_buffers(w, 4), 7: apart},
+        (gemv_grid(c),), 128, "cpu",
+    )  # fmt: skip
+    np.testing.assert_array_equal(fused, apart)

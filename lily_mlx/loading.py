@@ -232,7 +232,7 @@ def _require_kernels(model: nn.Module) -> None:
         first = without[0]
         more = f", nor for {len(without) - 1} other modules" if len(without) > 1 else ""
         raise InputError(
-            f"strict=True, but there is no kernel for {first['path']} "
+            f"strict=True, but there is no {first['kind']} kernel for {first['path']} "
             f"({first['reason'].rstrip('.')}){more}; without strict, mlx-lm's own operations run "
             "there."
         )

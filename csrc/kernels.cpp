@@ -144,6 +144,7 @@ std::string Value::to_string() const {
   auto as = [this](auto zero) {
     std::memcpy(&zero, bytes.data(), sizeof zero);
     std::ostringstream out;
+    out.precision(9);  // tells any two floats apart: pipeline keys are made of this
     out << zero;
     return out.str();
   };

@@ -255,6 +255,64 @@ Dispatch& Dispatch::layer(int layer, std::string phase_name) {
 
 // ---- Program
 
+namespace {
+
+// Every constant and argument that the kernel needs, and none that it does not have.
+void check_complete(const Dispatch& d, const std::string& who) {
+  const Kernel& k = *d.kernel;
+  auto constant = [&](int id) -> const Value* {
+    for (const Constant& c : d.constants) {
+      if (c.id == id)
+        return &c.value;
+    }
+    return nullptr;
+  };
+  for (const ConstantLayout& c : k.constants) {
+    if (!constant(c.id))
+      fail(who + ": function constant " + quoted(c.name) + " is missing.");
+  }
+  for (const ArgumentLayout& l : k.arguments) {
+    auto given = [&](const auto& list) {
+      return std::any_of(list.begin(), list.end(), [&](auto& g) { return g.index == l.index; });
+    };
+    bool is_given = l.space == Space::threadgroup
+                        ? given(d.threadgroup)
+                        : given(d.buffers) || given(d.scalars) || given(d.values);
+    const Value* condition = nullptr;
+    for (const ConstantLayout& c : k.constants) {
+      if (c.name == l.condition)
+        condition = constant(c.id);
+    }
+    bool is_optional = !l.condition.empty() && !condition;
+    bool exists = !condition || condition->bytes[0];
+    if (is_given && !exists) {
+      fail(who + ": argument " + quoted(l.name) + " is given, but " + l.condition + " is false.");
+    }
+    if (!is_given && exists && !is_optional) {
+      fail(who + ": argument " + quoted(l.name) + " (index " + std::to_string(l.index) +
+           ") is missing.");
+    }
+  }
+}
+
+void check_limits(const Dispatch& d, const std::string& who) {
+  const Kernel& k = *d.kernel;
+  size_t memory = k.threadgroup_bytes;
+  for (const ThreadgroupMemory& t : d.threadgroup)
+    memory += t.bytes;
+  if (memory > kMaxThreadgroupMemory) {
+    fail(who + " takes " + std::to_string(memory) + " bytes of threadgroup memory; the limit is " +
+         std::to_string(kMaxThreadgroupMemory) + ".");
+  }
+  uint64_t threads = uint64_t{d.group_size[0]} * d.group_size[1] * d.group_size[2];
+  if (threads == 0 || threads > k.max_threads) {
+    fail(who + " has " + std::to_string(threads) + " threads a threadgroup; 1 to " +
+         std::to_string(k.max_threads) + " are allowed.");
+  }
+}
+
+}  // namespace
+
 void Program::check_open() const {
   if (finished_)
     fail("program " + quoted(name_) + " is finished; build another to change it.");
@@ -348,54 +406,8 @@ int Program::add(Dispatch d) {
     }
   }
 
-  std::sort(d.constants.begin(), d.constants.end(),
-            [](const Constant& a, const Constant& b) { return a.id < b.id; });
-  auto constant = [&](int id) -> const Value* {
-    for (const Constant& c : d.constants) {
-      if (c.id == id)
-        return &c.value;
-    }
-    return nullptr;
-  };
-  for (const ConstantLayout& c : k.constants) {
-    if (!constant(c.id))
-      fail(who + ": function constant " + quoted(c.name) + " is missing.");
-  }
-  for (const ArgumentLayout& l : k.arguments) {
-    auto given = [&](const auto& list) {
-      return std::any_of(list.begin(), list.end(), [&](auto& g) { return g.index == l.index; });
-    };
-    bool is_given = l.space == Space::threadgroup
-                        ? given(d.threadgroup)
-                        : given(d.buffers) || given(d.scalars) || given(d.values);
-    const Value* condition = nullptr;
-    for (const ConstantLayout& c : k.constants) {
-      if (c.name == l.condition)
-        condition = constant(c.id);
-    }
-    bool is_optional = !l.condition.empty() && !condition;
-    bool exists = !condition || condition->bytes[0];
-    if (is_given && !exists) {
-      fail(who + ": argument " + quoted(l.name) + " is given, but " + l.condition + " is false.");
-    }
-    if (!is_given && exists && !is_optional) {
-      fail(who + ": argument " + quoted(l.name) + " (index " + std::to_string(l.index) +
-           ") is missing.");
-    }
-  }
-
-  size_t memory = k.threadgroup_bytes;
-  for (const ThreadgroupMemory& t : d.threadgroup)
-    memory += t.bytes;
-  if (memory > kMaxThreadgroupMemory) {
-    fail(who + " takes " + std::to_string(memory) + " bytes of threadgroup memory; the limit is " +
-         std::to_string(kMaxThreadgroupMemory) + ".");
-  }
-  uint64_t threads = uint64_t{d.group_size[0]} * d.group_size[1] * d.group_size[2];
-  if (threads == 0 || threads > k.max_threads) {
-    fail(who + " has " + std::to_string(threads) + " threads a threadgroup; 1 to " +
-         std::to_string(k.max_threads) + " are allowed.");
-  }
+  check_complete(d, who);
+  check_limits(d, who);
   for (const Extent& e : d.grid_size) {
     if (e.scalar.index >= 0) {
       check_scalar(e.scalar);
@@ -404,17 +416,26 @@ int Program::add(Dispatch d) {
     }
   }
 
-  std::string key = k.name;
-  for (const Constant& c : d.constants) {
+  d.pipeline = pipeline_of(d);
+  dispatches_.push_back(std::move(d));
+  return static_cast<int>(dispatches_.size()) - 1;
+}
+
+int Program::pipeline_of(const Dispatch& d) {
+  std::vector<Constant> constants = d.constants;
+  std::sort(constants.begin(), constants.end(),
+            [](const Constant& a, const Constant& b) { return a.id < b.id; });
+  std::string key = d.kernel->name;
+  for (const Constant& c : constants) {
     key += "_" + std::to_string(c.id) + ":" + c.value.to_string();
   }
   auto it = std::find_if(pipelines_.begin(), pipelines_.end(),
                          [&](const Pipeline& p) { return p.key == key; });
-  d.pipeline = static_cast<int>(it - pipelines_.begin());
-  if (it == pipelines_.end())
-    pipelines_.push_back({d.kernel, d.constants, key});
-  dispatches_.push_back(std::move(d));
-  return static_cast<int>(dispatches_.size()) - 1;
+  int index = static_cast<int>(it - pipelines_.begin());
+  if (it == pipelines_.end()) {
+    pipelines_.push_back({d.kernel, std::move(constants), key});
+  }
+  return index;
 }
 
 void Program::finish() {

@@ -217,6 +217,7 @@ class Program {
 
  private:
   void check_open() const;
+  int pipeline_of(const Dispatch& d);
   void plan_scratch();
   void check_scratch_is_written_first() const;
 

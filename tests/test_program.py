@@ -159,6 +159,17 @@ def test_threadgroup_memory_limit(registry, xy):
         p.add(d)
 
 
+def test_pipelines_differ_in_any_bit_of_a_constant(registry, xy):
+    entry = {**MANIFEST[1], "kernel": "eps", "constants": [{"id": 1, "name": "e", "type": "float"}]}
+    registry.add(entry)
+    p, x, y = xy
+    for e in (1e-6, 1.0000001e-6, 1e-6):
+        d = _ext.Dispatch(registry.at("eps")).constant("e", e).read("x", x).read("z", x)
+        p.add(d.write("y", y))
+    p.finish()
+    assert [p.describe(i)["pipeline"] for i in range(3)] == [0, 1, 0]
+
+
 def test_struct_by_value_must_have_the_kernels_size(registry, xy):
     entry = json.loads(json.dumps(MANIFEST[0]))
     entry["kernel"] = "with_struct"

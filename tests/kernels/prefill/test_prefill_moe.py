@@ -17,7 +17,7 @@ from tests.kernels.prefill.harness import (
 )
 
 THREADS = (128, 1, 1)
-# The kernels round weights to A before the product. Judged against such weights they are fp32-exact,
+# The kernels round weights to A before the product. Against such weights they are fp32-exact,
 # and what is left is the rounding of act; against unrounded ones the errors average over the sum.
 FP32 = 2e-5
 UNROUNDED = {"bf16": 2.0**-6, "fp16": 2.0**-9}

@@ -47,9 +47,7 @@ def _model(result: dict[str, Any]) -> str:
         for what in ("prefill", "decode"):
             line += [compare.number(row["engines"][n][f"{what}_tps"]) for n in names]
             line += [_ratio(row[f"{what}_ratio"])] if two else []
-        check = checks.get(row["label"], {})
-        if two:
-            line.append("same" if check["same"] else f"differ from token {check['at'] + 1}")
+        line += [compare.same_words(checks.get(row["label"]))] if two else []
         lines.append(line)
     settings = result["settings"]
     text = markdown_table(header, lines)

@@ -373,6 +373,10 @@ def check_tokens(
                     fed = mx.array([context + prompt + a[:at]])
                     logits = wide(fed)[0, -1]
                     check["top"]["float32"] = _top(logits - mx.logsumexp(logits))
+                    choice = check["top"]["float32"][0]["token"]
+                    check["float32_agrees"] = [
+                        name for name, r in runs.items() if r[0][at] == choice
+                    ]
                 else:
                     check["float32"] = why_not
         checks.append(check)
@@ -509,7 +513,9 @@ def render_grid(groups: list[tuple[str, list[str]]], lines: list[list[str]]) -> 
 
     def row(cells: list[str]) -> str:
         first = f"{cells[0]:{widths[0]}}"
-        return "  ".join([first] + [f"{c:>{w}}" for c, w in zip(cells[1:], widths[1:])])
+        return "  ".join(
+            [first] + [f"{c:>{w}}" for c, w in zip(cells[1:], widths[1:], strict=True)]
+        )
 
     rule = ["-" * w for w in widths]
     return "\n".join(
@@ -517,10 +523,16 @@ def render_grid(groups: list[tuple[str, list[str]]], lines: list[list[str]]) -> 
     )
 
 
-def _same(check: dict[str, Any] | None) -> str:
+def same_words(check: dict[str, Any] | None) -> str:
+    """A check in a few words: `same`, or where the engines part and whose choice float32 makes."""
     if check is None or "same" not in check:
         return "-"
-    return "same" if check["same"] else f"differ at {check['at'] + 1}"
+    if check["same"]:
+        return "same"
+    words = f"differ at {check['at'] + 1}"
+    if "float32_agrees" in check:
+        words += f" (float32: {' and '.join(check['float32_agrees']) or 'neither'})"
+    return words
 
 
 def table(report: dict[str, Any]) -> tuple[list[tuple[str, list[str]]], list[list[str]]]:
@@ -547,7 +559,7 @@ def table(report: dict[str, Any]) -> tuple[list[tuple[str, list[str]]], list[lis
                 line.append("-" if ratio is None else f"{number(ratio)}x")
         line += [number(row["engines"][n]["peak_bytes"] / 1e6) for n in names]
         if two:
-            line.append(_same(checks.get(row["label"])))
+            line.append(same_words(checks.get(row["label"])))
         lines.append(line)
     return groups, lines
 

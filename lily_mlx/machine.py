@@ -62,12 +62,14 @@ def version(distribution: str) -> str | None:
         return None
 
 
-def versions() -> dict[str, str | None]:
+def versions() -> dict[str, str]:
     """Versions of everything a measurement depends on."""
-    names = ("lily_mlx", "mlx", "mlx-lm", "mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
+    from lily_mlx import __version__
+
+    names = ("mlx", "mlx-lm", "mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
     found = {name: version(name) for name in names}
-    found = {name: v for name, v in found.items() if v is not None or name == "lily_mlx"}
-    return {**found, "python": platform.python_version()}
+    found = {name: v for name, v in found.items() if v is not None}
+    return {"lily_mlx": __version__, **found, "python": platform.python_version()}
 
 
 def machine() -> dict[str, Any]:

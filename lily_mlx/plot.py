@@ -1,4 +1,4 @@
-"""The picture of a comparison. Needs matplotlib (`pip install "lily_mlx[plot]"`)."""
+"""The picture of a comparison. Needs matplotlib, which the package's `plot` extra brings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lily_mlx.compare import write_atomically
 
 COLOURS = {"lily": "#7a4fa3", "stock": "#9aa5b1"}
 LABELS = {"lily": "lily_mlx", "stock": "stock mlx-lm"}
-MISSING = 'No plot: matplotlib is not installed; `pip install "lily_mlx[plot]"` brings it.'
+MISSING = "No plot: matplotlib is not installed; `pip install matplotlib` brings it."
 
 
 def available() -> bool:

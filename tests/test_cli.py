@@ -76,9 +76,9 @@ def test_a_missing_or_unknown_command_is_named(capsys):
     assert "'frobnicate'" in refused(cli.main, ["frobnicate"], capsys)
 
 
-def test_python_dash_m_runs_the_commands():
+def test_python_dash_m_runs_the_commands(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "lily_mlx", "--help"], capture_output=True, text=True
+        [sys.executable, "-m", "lily_mlx", "--help"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0 and "usage: lily_mlx" in done.stdout
 
@@ -315,6 +315,7 @@ def server(request, folder, tmp_path):
         process = subprocess.Popen(
             [sys.executable, "-m", "lily_mlx", "server", "--model", str(folder),
              "--port", str(port), "--engine", request.param],
+            cwd=tmp_path,
             stdout=sink,
             stderr=sink,
         )  # fmt: skip

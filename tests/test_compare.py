@@ -154,7 +154,9 @@ def test_equal_engines_are_called_the_same(folder):
     assert check["repeatable"] == {"lily": True, "stock": True}
 
 
-def test_a_difference_is_shown_with_both_engines_and_float32(folder):
+def test_a_difference_is_shown_with_both_engines_and_float32(tmp_path):
+    folder = tmp_path / "model"
+    tiny.checkpoint(folder, quantize=QUANTIZED)  # float32, so that stock's sums are exact enough
     both = [engine(folder, "lily"), engine(folder)]
     head = both[0].model.language_model.lm_head
     head.scales, head.biases = -head.scales, -head.biases  # every logit changes its sign
@@ -163,6 +165,7 @@ def test_a_difference_is_shown_with_both_engines_and_float32(folder):
     check = compare.check_tokens(both, samples, asked, folder)[0]
     assert not check["same"] and check["at"] == 0
     assert list(check["top"]) == ["lily", "stock", "float32"]
+    assert check["float32_agrees"] == ["lily"]  # it has lily's weights, the changed ones
     for name, one in (("lily", 0), ("stock", 1)):
         assert check["top"][name][0]["token"] == check["tokens"][name][0]
         assert len(check["top"][name]) == 5, one
@@ -170,7 +173,9 @@ def test_a_difference_is_shown_with_both_engines_and_float32(folder):
         both, folder, samples, [check], {"rounds": 2, "decode_tokens": 3, "prompts": "synthetic"}
     )
     text = compare.render(report)
-    assert "differ at 1" in text and "first difference" in text and "float32" in text
+    assert (
+        "differ at 1 (float32: lily)" in text and "first difference" in text and "float32" in text
+    )
     without = compare.check_tokens(both, samples, asked, folder, use_float32="never")[0]
     assert without["float32"] == "not asked for" and "float32" not in without["top"]
 
@@ -330,11 +335,15 @@ def test_bad_input_is_one_sentence_and_exit_code_2(folder, more, words, capsys):
     ],
 )
 def test_the_benchmarks_run(folder, tmp_path, words):
-    root = Path(__file__).resolve().parent.parent
+    # The installed package first: the sources beside benchmarks/ may not hold a built extension.
+    code = (
+        "import sys, lily_mlx; sys.path.insert(0, sys.argv.pop(1)); "
+        "from benchmarks.__main__ import main; main()"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *words, "--model", str(folder),
-         "--output-dir", str(tmp_path), "--label", "result"],
-        cwd=root,
+        [sys.executable, "-c", code, str(Path(__file__).resolve().parent.parent), *words,
+         "--model", str(folder), "--output-dir", str(tmp_path), "--label", "result"],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
     )  # fmt: skip

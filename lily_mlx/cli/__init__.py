@@ -39,9 +39,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(0 if arguments else 2)
     command, rest = arguments[0], arguments[1:]
     if command == "--version":
-        from lily_mlx.machine import version
+        from lily_mlx import __version__
 
-        print(version("lily_mlx"))
+        print(__version__)
     elif command in COMMANDS:
         module = "attach" if command == "detach" else command
         entry = "detach" if command == "detach" else "main"

@@ -121,7 +121,7 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
         else:
             self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(1)
+            self._bar.update(self._bar.n < self._bar.total)  # looking at a difference is no run
 
     def close(self) -> None:
         if self._bar is not None:

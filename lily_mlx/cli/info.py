@@ -81,9 +81,8 @@ def render(found: dict[str, Any]) -> str:
     """The findings as text."""
     lines = [
         "machine   " + one_line(found["machine"]),
-        "versions  " + ", ".join(f"{n} {v or 'not installed'}" for n, v in
-                                 found["versions"].items()),
-    ]  # fmt: skip
+        "versions  " + ", ".join(f"{name} {v}" for name, v in found["versions"].items()),
+    ]
     lines += [f"{name:9} {value}" for name, value in found["backend"].items()]
     offered = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in found["kernels"].items())
     lines.append(f"kernels   {offered or 'none for this device'}")
@@ -94,7 +93,8 @@ def render(found: dict[str, Any]) -> str:
         lines += ["", f"model     {found['model']['path']}",
                   f"          {served} of {total} modules have a lily kernel"]  # fmt: skip
         for m in modules:
-            layers = f" (layers {_spans(m['layers'])})" if m["layers"] else ""
+            several = "layers" if len(m["layers"]) > 1 else "layer"
+            layers = f" ({several} {_spans(m['layers'])})" if m["layers"] else ""
             count = f"{m['count']:4} x " if m["count"] > 1 else " " * 7
             verdict = m["kernel"] or f"stock: {m['reason']}"
             lines.append(f"{count}{m['path']} [{m['kind']}]{layers}: {verdict}")

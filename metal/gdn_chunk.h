@@ -6,8 +6,8 @@
 //   P[t, s] = exp(l_t - l_s) (q_t . k_s) for s <= t
 //   U = T (beta (V - exp(l) K S^T));   Y = exp(l) Q S^T + P U;   S' = exp(l_C) S + sum_s exp(l_C - l_s) u_s k_s^T
 // Matrices that hold states or gates are fp32 on both sides of the product. Against the exact recurrence y and the
-// state are within 2e-5 of their rms; the scan is the closer one, and the two are not bit-equal.
-// g below 1e-37 counts as 1e-37. Tokens past the end count as k = q = v = 0, g = 1, beta = 0.
+// state are within 5e-5 of their rms; the scan is the closer one, and the two are not bit-equal.
+// g below 1e-12 counts as 1e-12. Tokens past the end count as k = q = v = 0, g = 1, beta = 0.
 //
 // Layout of threads.
 //   gdn_chunk_prepare  grid (blocks, Hv, B), 128 threads: the two products of 32 x 32 x 128 (a simdgroup eight rows), the
@@ -119,7 +119,7 @@ template <typename A>
   if (sg == 0) {
     const bool inside = int(lane) < n;
     const size_t at = (first + lane) * p.value_heads + head;
-    const float step = inside ? precise::log(max(g[at], 1e-37f)) : 0.0f;
+    const float step = inside ? precise::log(max(g[at], 1e-12f)) : 0.0f;
     const float sum = simd_prefix_inclusive_sum(step);
     decay[lane] = sum;
     betas[lane] = inside ? beta[at] : 0.0f;

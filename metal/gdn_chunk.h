@@ -129,11 +129,11 @@ template <typename A>
 
   const int row = int(sg) * 8;
   SimdgroupTile<A, 1, 4> tile;
-  tile.clear();
+  tile.start(tid % 32);
   tile.template multiply_nt<kChunkDim>(
       ks + row * kChunkHalfStride, kChunkHalfStride, ks, kChunkHalfStride);
   tile.store(kk + row * kChunkSquareStride, kChunkSquareStride);
-  tile.clear();
+  tile.start(tid % 32);
   tile.template multiply_nt<kChunkDim>(
       qs + row * kChunkHalfStride, kChunkHalfStride, ks, kChunkHalfStride);
   tile.store(qk + row * kChunkSquareStride, kChunkSquareStride);
@@ -221,14 +221,14 @@ template <typename A>
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     SimdgroupTile<float, 1, 2> y_tile;
-    y_tile.clear();
+    y_tile.start(tid % 32);
     y_tile.template multiply_nt<kChunkDim>(x + row * kChunkStride, kChunkStride, s, kChunkStride);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     chunk_widen(k + key_at, key_stride, n, ones, x, tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     SimdgroupTile<float, 1, 2> u_tile;
-    u_tile.clear();
+    u_tile.start(tid % 32);
     u_tile.template multiply_nt<kChunkDim>(x + row * kChunkStride, kChunkStride, s, kChunkStride);
     u_tile.store(u + row * kChunkUStride, kChunkUStride);
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -245,7 +245,7 @@ template <typename A>
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    u_tile.clear();
+    u_tile.start(tid % 32);
     u_tile.template multiply_nn<kChunk>(square + row * kChunk, kChunk, u, kChunkUStride);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     u_tile.store(u + row * kChunkUStride, kChunkUStride);

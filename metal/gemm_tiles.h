@@ -173,7 +173,7 @@ METAL_FUNC threadgroup float* gemm_tile(
   const int row = int(sg) / Shape::kColumnGroups * Shape::kTileRows * 8;
   const int column = int(sg) % Shape::kColumnGroups * Shape::kTileColumns * 8;
   Tile<A, Shape::kTileRows, Shape::kTileColumns> tile;
-  tile.clear();
+  tile.start(tid % 32);
   loader.fetch(0);
   for (int k = 0; k < depth; k += kGemmStep) {
     loader.put(xs, ws, tid);

@@ -2,7 +2,7 @@
 //
 // The interface that every GEMM here is written against; sibling files (tile_mma_nax.h) give the same one
 // for other matrix units:
-//   clear()                     sums = 0
+//   start(lane)                 sums = 0; lane is the thread's index in its simdgroup
 //   multiply_nt<K>(x, w)        sums += X W^T, X [8 TM, K], W [8 TN, K], both in threadgroup memory
 //   multiply_nn<K>(x, w)        sums += X W,   W [K, 8 TN]
 //   multiply_tn<K>(x, w)        sums += X^T W, X [K, 8 TM], W [K, 8 TN]
@@ -20,7 +20,7 @@ template <typename A, int TM, int TN>
 struct SimdgroupTile {
   simdgroup_matrix<float, 8, 8> sums[TM][TN];
 
-  METAL_FUNC void clear() {
+  METAL_FUNC void start(uint) {
     for (int i = 0; i < TM; ++i) {
       for (int j = 0; j < TN; ++j) {
         sums[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);

@@ -19,7 +19,8 @@ ULP = {"bf16": 2.0**-7, "fp16": 2.0**-10}  # largest step between neighbours, re
 
 @functools.cache
 def _library(name: str, host: str, constants: tuple) -> Library:
-    return Library(KERNELS / f"{name}.metal", constants=dict(constants), host=host)
+    metal = "4.0" if name.endswith("_nax") else "3.1"
+    return Library(KERNELS / f"{name}.metal", constants=dict(constants), host=host, metal=metal)
 
 
 def run(file, kernel, buffers, grid, threadgroup, host="cpu", constants=None) -> None:

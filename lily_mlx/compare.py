@@ -36,7 +36,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from lily_mlx import float32
-from lily_mlx.machine import machine, memory_bytes, versions
+from lily_mlx.machine import machine, model_memory_bytes, versions
 from lily_mlx.prompts import synthetic_prompt, text_prompt
 
 ENGINES = ("lily", "stock")
@@ -52,6 +52,8 @@ class Engine:
     step: Callable[..., Iterable[tuple[int, mx.array]]]
     tokenizer: Any
     config: dict[str, Any]
+    shares_weights: bool = False
+    """Are this engine's weights the arrays of the engine loaded before it?"""
 
     @property
     def vocab_size(self) -> int:
@@ -130,10 +132,9 @@ def load_engines(
             return_config=True,
             **kwargs,
         )
-        if engines:
-            float32.share_weights(model, engines[0].model)
+        shared = bool(engines) and float32.share_weights(model, engines[0].model)
         mx.eval(model.parameters())
-        engines.append(Engine(name, model, step, tokenizer, config))
+        engines.append(Engine(name, model, step, tokenizer, config, shared))
     return engines
 
 
@@ -386,7 +387,7 @@ def check_tokens(
 def _float32_refusal(model: nn.Module, use_float32: str) -> str | None:
     if use_float32 == "never":
         return "not asked for"
-    need, have = float32.float32_bytes(model), memory_bytes()
+    need, have = float32.float32_bytes(model), model_memory_bytes()
     if use_float32 == "auto" and need > have / 2:
         return (
             f"left out: its weights take {need / 1e9:.1f} GB of this machine's {have / 1e9:.1f} GB"
@@ -466,6 +467,7 @@ def build_report(
         "model": describe_model(engines[0], path),
         "settings": settings,
         "engines": names,
+        "shared_weights": all(e.shares_weights for e in engines[1:]),
         "rows": summarize(names, samples),
         "checks": checks,
         "samples": [
@@ -591,6 +593,8 @@ def render(report: dict[str, Any], decode: Callable[[list[int]], str] | None = N
         f"Medians of {settings['rounds']} rounds; {settings['decode_tokens']} tokens decoded "
         f"greedily; prompts: {settings['prompts']}.",
     ]
+    if not report["shared_weights"]:
+        parts.append("The engines hold weights of their own: peak memory counts both models.")
     noisy = [
         f"{row['label']} {name} {what} {entry[f'{what}_spread']:.0%}"
         for row in report["rows"]

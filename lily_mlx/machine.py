@@ -47,6 +47,13 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def model_memory_bytes() -> int:
+    """Memory that a model can use: physical memory, or the GPU's own where that is less."""
+    info = mx.device_info(mx.default_device())
+    own = info.get("memory_size") or info.get("total_memory")
+    return min(memory_bytes(), int(own)) if own else memory_bytes()
+
+
 def cpu_count() -> int:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

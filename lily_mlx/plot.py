@@ -66,7 +66,8 @@ def plot(report: dict[str, Any], path: str | Path) -> None:
         if any(row["engines"][names[0]][f"{what}_tps"] is not None for row in report["rows"])
     ]
     figure = Figure(figsize=(4.6 * len(panels), 3.5), dpi=150, layout="constrained")
-    for axes, (what, title) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+    places = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (what, title) in zip(places, panels, strict=True):
         _panel(axes, report, what, title)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(

@@ -364,6 +364,15 @@ def test_the_server_has_every_flag_of_mlx_lm(monkeypatch):
     assert ours == theirs | {"--engine", "--strict", "--traceback"}
 
 
+def test_a_sharded_server_loads_lily_too(folder):
+    from lily_mlx.cli.server import sharded_loader
+    from lily_mlx.model import Model
+
+    model, _ = sharded_loader()(str(folder), None, mx.distributed.init())
+    assert isinstance(model, Model)
+    assert stock_server.sharded_load.__globals__["load_model"].__module__ == "mlx_lm.utils"
+
+
 def test_readme_names_every_command():
     readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
     for command in cli.COMMANDS:

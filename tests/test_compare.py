@@ -82,6 +82,13 @@ def test_lengths_may_be_given_in_k():
 # --- fairness -------------------------------------------------------------------------------
 
 
+def test_both_engines_hold_the_same_weight_arrays(folder):
+    lily, stock = compare.load_engines(folder)
+    theirs = dict(tree_flatten(stock.model.parameters()))
+    assert stock.shares_weights and len(theirs) > 50
+    assert all(theirs[k] is v for k, v in tree_flatten(lily.model.parameters()))
+
+
 def test_every_cell_is_warmed_and_the_order_alternates(folder):
     runs = []
 
@@ -178,6 +185,15 @@ def test_a_difference_is_shown_with_both_engines_and_float32(tmp_path):
     )
     without = compare.check_tokens(both, samples, asked, folder, use_float32="never")[0]
     assert without["float32"] == "not asked for" and "float32" not in without["top"]
+
+
+def test_the_float32_run_is_left_out_when_it_does_not_fit(folder, monkeypatch):
+    model = engine(folder).model
+    assert compare._float32_refusal(model, "auto") is None
+    need = float32.float32_bytes(model)
+    monkeypatch.setattr(compare, "model_memory_bytes", lambda: 2 * need - 1)
+    assert "left out" in compare._float32_refusal(model, "auto")
+    assert compare._float32_refusal(model, "always") is None
 
 
 def test_the_first_difference_is_found():

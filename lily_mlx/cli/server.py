@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from lily_mlx.cli import _common
 from lily_mlx.private import private_copy
+
+
+def sharded_loader() -> Callable[..., Any]:
+    """mlx_lm.utils.sharded_load, for a model spread over several processes, with lily's classes."""
+    from lily_mlx.loading import load_model
+
+    utils = private_copy("utils", "sharded")
+    utils.load_model = load_model
+    return utils.sharded_load
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 import lily_mlx
 
                 command.stream_generate = lily_mlx.stream_generate
+                command.sharded_load = sharded_loader()
             return arguments
 
     command.argparse = SimpleNamespace(ArgumentParser=Parser, Namespace=argparse.Namespace)

@@ -1,0 +1,317 @@
+// Gated DeltaNet, one row: convolution, SiLU, q/k norm, gates, delta update, gated norm.
+//
+// gdn_step        all of it, a threadgroup a value head:
+//                   conv + SiLU of the head's 3 * 128 channels; q^ = rnd(q / |q| / sqrt(128)), k^ = rnd(k / |k|),
+//                   v^ = rnd(v); g = exp(-exp(A_log) softplus(a + dt_bias)), beta = sigmoid(b);
+//                   S = g S; S += ((v^ - S k^) beta) k^T; y = S q^; out = rnd(norm(y) * weight * silu(z)).
+//                 The value heads of a key head each do its convolution; the first of them writes its new conv rows.
+// gdn_conv_step, gdn_delta_step, gdn_gated_norm   the same in three dispatches (ablation; the delta update may then be
+//                 spread over several threadgroups a head).
+//
+// Layout of threads. A state row (one value channel, 128 fp32) belongs to 8 lanes, 16 values each, four rows a
+// simdgroup: a load reads four whole 128-byte lines, a sum over the row is three shuffles. A simdgroup holds
+// RB = 32 / kGdnSimdgroups such sets of four rows in registers; all of its state is asked for before the
+// convolution starts. The state is read from one buffer and written to another, and so is the conv state.
+//
+// Bytes a value head: 128 KiB of state read and written; conv state 6 * 384 * 2 and conv weight 3 KiB.
+// 35B layer (32 heads): 4.2 MB, of which all but 0.1 MB is the state.
+//
+// Dk = Dv = 128, conv width 4, value heads a multiple of key heads.
+#pragma once
+
+#include "common.h"
+
+namespace lily {
+
+constant int kKeyHeads [[function_constant(40)]];
+constant int kValueHeads [[function_constant(41)]];
+constant int kGdnSimdgroups [[function_constant(42)]];  // a threadgroup: 8, 16 or 32
+constant float kGdnEps [[function_constant(43)]];       // of the gated norm
+
+constant constexpr int kHeadDim = 128;
+constant constexpr float kQkEps = 1e-6f;
+
+METAL_FUNC int conv_channels() {
+  return (2 * kKeyHeads + kValueHeads) * kHeadDim;
+}
+
+// Convolution and SiLU of one channel; writes its new conv rows when `owner`.
+template <typename A>
+METAL_FUNC float conv_channel(
+    int channel,
+    bool owner,
+    device const A* qkv,
+    device const A* conv_state,
+    device const A* conv_weight,
+    device A* conv_state_out) {
+  const int channels = conv_channels();
+  const A x1 = conv_state[channels + channel];
+  const A x2 = conv_state[2 * channels + channel];
+  const A x3 = qkv[channel];
+  device const A* w = conv_weight + channel * 4;
+  float sum = float(conv_state[channel]) * float(w[0]);
+  sum = fma(float(x1), float(w[1]), sum);
+  sum = fma(float(x2), float(w[2]), sum);
+  sum = fma(float(x3), float(w[3]), sum);
+  if (owner) {
+    conv_state_out[channel] = x1;
+    conv_state_out[channels + channel] = x2;
+    conv_state_out[2 * channels + channel] = x3;
+  }
+  return silu(sum);
+}
+
+// 1 / sqrt(sum of squares + 1e-6) of 128 values in threadgroup memory, by one simdgroup.
+METAL_FUNC float inverse_length(threadgroup const float4* x, uint lane) {
+  const float4 v = x[lane];
+  const float squares = fma(v.x, v.x, fma(v.y, v.y, fma(v.z, v.z, v.w * v.w)));
+  return precise::rsqrt(group_sum(squares, 32) + kQkEps);
+}
+
+template <typename A>
+METAL_FUNC float4 round4(float4 v) {
+  return float4(float(A(v.x)), float(A(v.y)), float(A(v.z)), float(A(v.w)));
+}
+
+METAL_FUNC float dot4(float4 a, float4 b, float sum) {
+  return fma(a.w, b.w, fma(a.z, b.z, fma(a.y, b.y, fma(a.x, b.x, sum))));
+}
+
+// g and beta of one value head.
+template <typename A>
+METAL_FUNC float2 gdn_gates(
+    int head, device const A* a, device const A* b, device const float* a_log, device const A* dt_bias) {
+  const float rate = precise::exp(a_log[head]) * softplus(float(a[head]) + float(dt_bias[head]));
+  return float2(precise::exp(-rate), sigmoid(float(b[head])));
+}
+
+// The part of a row's 128 values that a lane holds: 4 * i + 32 * j, i = lane % 8, j < 4.
+struct RowPart {
+  float4 v[4];
+};
+
+METAL_FUNC RowPart load_row_part(device const float* row, uint lane) {
+  RowPart p;
+  for (int j = 0; j < 4; ++j) {
+    p.v[j] = ((device const float4*)row)[j * 8 + int(lane % 8)];
+  }
+  return p;
+}
+
+METAL_FUNC void store_row_part(device float* row, uint lane, thread const RowPart& p) {
+  for (int j = 0; j < 4; ++j) {
+    ((device float4*)row)[j * 8 + int(lane % 8)] = p.v[j];
+  }
+}
+
+// Updates one row's part in place; returns y of the row, on each of its lanes.
+METAL_FUNC float delta_row(
+    thread RowPart& s, thread const RowPart& q, thread const RowPart& k, float v, float g, float beta) {
+  float m = 0.0f;
+  for (int j = 0; j < 4; ++j) {
+    s.v[j] = s.v[j] * g;
+    m = dot4(s.v[j], k.v[j], m);
+  }
+  const float d = (v - group_sum(m, 8)) * beta;
+  float y = 0.0f;
+  for (int j = 0; j < 4; ++j) {
+    s.v[j] = fma(float4(d), k.v[j], s.v[j]);
+    y = dot4(s.v[j], q.v[j], y);
+  }
+  return group_sum(y, 8);
+}
+
+// The gated norm's factor of one head, 1 / rms(y), by one simdgroup.
+METAL_FUNC float inverse_rms(float4 y, float eps) {
+  const float squares = fma(y.x, y.x, fma(y.y, y.y, fma(y.z, y.z, y.w * y.w)));
+  return precise::rsqrt(group_sum(squares, 32) / float(kHeadDim) + eps);
+}
+
+template <typename A, int RB>
+METAL_FUNC void gdn_step_body(
+    device const A* qkv,
+    device const A* z,
+    device const A* b,
+    device const A* a,
+    device const A* conv_state,
+    device const A* conv_weight,
+    device const float* a_log,
+    device const A* dt_bias,
+    device const A* norm_weight,
+    device const float* state,
+    device A* conv_state_out,
+    device float* state_out,
+    device A* out,
+    threadgroup float4* x,
+    threadgroup float4* y,
+    threadgroup float2* gates,
+    int head,
+    uint tid,
+    uint simdgroup,
+    uint lane) {
+  const int threads = kGdnSimdgroups * 32;
+  const int ratio = kValueHeads / at_least_1(kKeyHeads);
+  const int key_head = head / ratio;
+
+  RowPart s[RB];
+  for (int r = 0; r < RB; ++r) {
+    const int row = (r * kGdnSimdgroups + int(simdgroup)) * 4 + int(lane / 8);
+    s[r] = load_row_part(state + (head * kHeadDim + row) * kHeadDim, lane);
+  }
+  float zv = 0.0f;
+  float weight = 0.0f;
+  if (int(tid) < kHeadDim) {
+    zv = float(z[head * kHeadDim + int(tid)]);
+    weight = float(norm_weight[tid]);
+  }
+  if (int(tid) == threads - 1) {
+    gates[0] = gdn_gates(head, a, b, a_log, dt_bias);
+  }
+  for (int i = int(tid); i < 3 * kHeadDim; i += threads) {
+    const int part = i / kHeadDim;  // q, k, v
+    const int within = i % kHeadDim;
+    const int first = part == 0 ? key_head : part == 1 ? kKeyHeads + key_head : 2 * kKeyHeads + head;
+    const bool owner = part == 2 || head % ratio == 0;
+    ((threadgroup float*)x)[i] =
+        conv_channel(first * kHeadDim + within, owner, qkv, conv_state, conv_weight, conv_state_out);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  const float q_scale = inverse_length(x, lane);
+  const float k_scale = inverse_length(x + 32, lane);
+  RowPart q;
+  RowPart k;
+  for (int j = 0; j < 4; ++j) {
+    q.v[j] = round4<A>(x[j * 8 + int(lane % 8)] * q_scale * precise::rsqrt(float(kHeadDim)));
+    k.v[j] = round4<A>(x[32 + j * 8 + int(lane % 8)] * k_scale);
+  }
+  const float2 gate = gates[0];
+  for (int r = 0; r < RB; ++r) {
+    const int row = (r * kGdnSimdgroups + int(simdgroup)) * 4 + int(lane / 8);
+    const float v = float(A(((threadgroup const float*)x)[2 * kHeadDim + row]));
+    const float sum = delta_row(s[r], q, k, v, gate.x, gate.y);
+    store_row_part(state_out + (head * kHeadDim + row) * kHeadDim, lane, s[r]);
+    if (lane % 8 == 0) {
+      ((threadgroup float*)y)[row] = sum;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  if (int(simdgroup) < kHeadDim / 32) {
+    const float scale = inverse_rms(y[lane], kGdnEps);
+    out[head * kHeadDim + int(tid)] = A(((threadgroup const float*)y)[tid] * scale * weight * silu(zv));
+  }
+}
+
+template <typename A>
+[[kernel]] void gdn_step(
+    device const A* qkv [[buffer(0)]],
+    device const A* z [[buffer(1)]],
+    device const A* b [[buffer(2)]],
+    device const A* a [[buffer(3)]],
+    device const A* conv_state [[buffer(4)]],
+    device const A* conv_weight [[buffer(5)]],
+    device const float* a_log [[buffer(6)]],
+    device const A* dt_bias [[buffer(7)]],
+    device const A* norm_weight [[buffer(8)]],
+    device const float* state [[buffer(9)]],
+    device A* conv_state_out [[buffer(10)]],
+    device float* state_out [[buffer(11)]],
+    device A* out [[buffer(12)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint tid [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup float4 x[3 * kHeadDim / 4];
+  threadgroup float4 y[kHeadDim / 4];
+  threadgroup float2 gates[1];
+#define LILY_CASE(SIMDGROUPS)                                                                        \
+  if (kGdnSimdgroups == SIMDGROUPS) {                                                                \
+    gdn_step_body<A, 32 / SIMDGROUPS>(                                                               \
+        qkv, z, b, a, conv_state, conv_weight, a_log, dt_bias, norm_weight, state, conv_state_out,   \
+        state_out, out, x, y, gates, int(group.x), tid, simdgroup, lane);                            \
+  }
+  LILY_CASE(8)
+  LILY_CASE(16)
+  LILY_CASE(32)
+#undef LILY_CASE
+}
+
+// Convolution, SiLU and q/k norm apart: a threadgroup of 128 threads a head of q, k and v; hat holds q^, k^, v^.
+// Bytes: 16 a channel (four rows and four taps read, three rows written, one result).
+template <typename A>
+[[kernel]] void gdn_conv_step(
+    device const A* qkv [[buffer(0)]],
+    device const A* conv_state [[buffer(1)]],
+    device const A* conv_weight [[buffer(2)]],
+    device A* conv_state_out [[buffer(3)]],
+    device A* hat [[buffer(4)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint tid [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup float4 x[kHeadDim / 4];
+  const int head = int(group.x);
+  const int channel = head * kHeadDim + int(tid);
+  const float v = conv_channel(channel, true, qkv, conv_state, conv_weight, conv_state_out);
+  ((threadgroup float*)x)[tid] = v;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const float scale = inverse_length(x, lane);
+  const float q = v * scale * precise::rsqrt(float(kHeadDim));
+  const float k = v * scale;
+  hat[channel] = A(head < kKeyHeads ? q : head < 2 * kKeyHeads ? k : v);
+}
+
+// The delta update apart: grid (slabs, value heads), 4 * kGdnSimdgroups rows a threadgroup, kGdnSimdgroups
+// dividing 32; y is fp32.
+template <typename A>
+[[kernel]] void gdn_delta_step(
+    device const A* hat [[buffer(0)]],
+    device const A* b [[buffer(1)]],
+    device const A* a [[buffer(2)]],
+    device const float* a_log [[buffer(3)]],
+    device const A* dt_bias [[buffer(4)]],
+    device const float* state [[buffer(5)]],
+    device float* state_out [[buffer(6)]],
+    device float* y [[buffer(7)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  const int head = int(group.y);
+  const int key_head = head / (kValueHeads / at_least_1(kKeyHeads));
+  const int row = (int(group.x) * kGdnSimdgroups + int(simdgroup)) * 4 + int(lane / 8);
+  RowPart s = load_row_part(state + (head * kHeadDim + row) * kHeadDim, lane);
+  RowPart q;
+  RowPart k;
+  for (int j = 0; j < 4; ++j) {
+    for (int i = 0; i < 4; ++i) {
+      const int c = j * 32 + int(lane % 8) * 4 + i;
+      q.v[j][i] = float(hat[key_head * kHeadDim + c]);
+      k.v[j][i] = float(hat[(kKeyHeads + key_head) * kHeadDim + c]);
+    }
+  }
+  const float v = float(hat[(2 * kKeyHeads + head) * kHeadDim + row]);
+  const float2 gate = gdn_gates(head, a, b, a_log, dt_bias);
+  const float sum = delta_row(s, q, k, v, gate.x, gate.y);
+  store_row_part(state_out + (head * kHeadDim + row) * kHeadDim, lane, s);
+  if (lane % 8 == 0) {
+    y[head * kHeadDim + row] = sum;
+  }
+}
+
+// The gated norm apart: a threadgroup of 128 threads a value head.
+template <typename A>
+[[kernel]] void gdn_gated_norm(
+    device const float* y [[buffer(0)]],
+    device const A* z [[buffer(1)]],
+    device const A* norm_weight [[buffer(2)]],
+    device A* out [[buffer(3)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint tid [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  const int first = int(group.x) * kHeadDim;
+  const float scale = inverse_rms(((device const float4*)(y + first))[lane], kGdnEps);
+  const int i = first + int(tid);
+  out[i] = A(y[i] * scale * float(norm_weight[tid]) * silu(float(z[i])));
+}
+
+}  // namespace lily

@@ -8,7 +8,9 @@ How a figure is made:
 - Prefill is timed from the call until the first token is delivered (at which moment the next
   step has been submitted, as in ``mlx_lm.generate.generate_step``). Decode is timed from there
   to the last token, over one interval fewer than there are tokens.
-- Decoding is greedy and does not stop at an end-of-text token.
+- Decoding is greedy and does not stop at an end-of-text token. Stock computes the
+  log-probabilities of the whole vocabulary for every token; lily's are lazy and, unused here, are
+  not computed. That is part of what is compared.
 - Peak memory is MLX's own, reset before each run.
 
 A cell with a context starts from a stored prompt cache of that many tokens, copied for each run;
@@ -203,7 +205,7 @@ def timed_run(
     decode_tokens: int,
     stored: list[Any] | None = None,
     prefill_step_size: int = 2048,
-    round: int = 0,
+    round_number: int = 0,
 ) -> Sample:
     """Run one cell once.
 
@@ -239,7 +241,7 @@ def timed_run(
     return Sample(
         engine=engine.name,
         cell=cell,
-        round=round,
+        round=round_number,
         prefill_s=None if stored is not None else first - start,
         decode_s=end - first,
         peak_bytes=mx.get_peak_memory(),

@@ -39,10 +39,10 @@ def folder(tmp_path_factory):
 
 def refused(main, words, capsys):
     """Run a command that must fail on bad input; return its one line on stderr."""
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit) as stopped:
         main([str(w) for w in words])
     error = capsys.readouterr().err.strip()
-    assert exit.value.code == 2, error
+    assert stopped.value.code == 2, error
     assert "Traceback" not in error
     return error
 
@@ -57,21 +57,21 @@ def written(words, capsys):
 
 def test_every_command_has_help(capsys):
     for command in cli.COMMANDS:
-        with pytest.raises(SystemExit) as exit:
+        with pytest.raises(SystemExit) as stopped:
             cli.main([command, "--help"])
-        assert exit.value.code == 0
+        assert stopped.value.code == 0
         assert "usage" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit) as stopped:
         cli.main(["--help"])
-    assert exit.value.code == 0
+    assert stopped.value.code == 0
     shown = capsys.readouterr().out
     assert all(command in shown for command in cli.COMMANDS)
 
 
 def test_a_missing_or_unknown_command_is_named(capsys):
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit) as stopped:
         cli.main([])
-    assert exit.value.code == 2
+    assert stopped.value.code == 2
     capsys.readouterr()
     assert "'frobnicate'" in refused(cli.main, ["frobnicate"], capsys)
 
@@ -101,17 +101,17 @@ def test_an_error_is_one_sentence_and_a_code(error, code, words, capsys):
     def body():
         raise error
 
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit) as stopped:
         _common.guarded("prog", body, show_traceback=False)
     line = capsys.readouterr().err
-    assert exit.value.code == code
+    assert stopped.value.code == code
     assert words in line and line.count("\n") <= 1
 
 
 def test_traceback_is_shown_when_asked_for(folder, capsys):
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit) as stopped:
         generate.main(["--model", str(folder), "--max-tokens", "0", "--traceback"])
-    assert exit.value.code == 2
+    assert stopped.value.code == 2
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 

@@ -334,9 +334,9 @@ def test_without_matplotlib_all_but_the_plot_is_done(folder, tmp_path, monkeypat
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(folder, more, words, capsys):
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit) as stopped:
         command.main(arguments(folder, *more))
-    assert exit.value.code == 2
+    assert stopped.value.code == 2
     last = capsys.readouterr().err.strip()
     assert last.startswith("lily_mlx.compare: error:") and words in last
     assert "\n" not in last

@@ -148,13 +148,13 @@ class Source:
         version = "".join(metal.split("."))
         self.flags = [
             "-x", "c++", "-std=c++20" if metal == "4.0" else "-std=c++17", f"-D__METAL_VERSION__={version}0",
-            "-isystem", str(INCLUDE), *(f"-I{p}" for p in include), f"-I{METAL}",
+            "-nostdinc", "-isystem", str(INCLUDE), *(f"-I{p}" for p in include), f"-I{METAL}",
             *(f"-D{k}" if v is None else f"-D{k}={v}" for k, v in sorted((defines or {}).items())),
             "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fconvergent-functions", "-Wno-unknown-pragmas", "-Wno-ignored-attributes",
-            "-Wno-undefined-internal", "-Wno-undefined-inline", "-Wno-c++20-extensions", "-ferror-limit=50",
+            "-Wno-undefined-internal", "-Wno-undefined-inline", "-Wno-c++20-extensions", "-ferror-limit=50", "-Werror",
         ]
         if rules == "strict":
-            self.flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter"]
+            self.flags += ["-Wall", "-Wextra", "-Wno-unused-parameter"]
         self._dependencies: str | None = None
         self.kernels: list[KernelInfo] = []
         self.constants: dict[str, tuple[int, str]] = {}

@@ -95,6 +95,17 @@ class Lint : public RecursiveASTVisitor<Lint> {
     return true;
   }
 
+  bool VisitExplicitCastExpr(ExplicitCastExpr* cast) {
+    QualType to = cast->getType(), from = cast->getSubExpr()->IgnoreParenImpCasts()->getType();
+    if (to->isDependentType() || from->isDependentType()) return true;
+    if (!to->isPointerType() || !(from->isPointerType() || from->isArrayType())) return true;
+    LangAS source = from->isPointerType() ? from->getPointeeType().getAddressSpace()
+                                          : from.getAddressSpace();
+    if (source != to->getPointeeType().getAddressSpace())
+      report(cast->getExprLoc(), "a cast from one address space to another", "address-space");
+    return true;
+  }
+
   // Spelt types only: overload resolution tries every builtin type in templates.
   bool VisitBuiltinTypeLoc(BuiltinTypeLoc loc) {
     StringRef spelling = Lexer::getSourceText(
@@ -142,7 +153,8 @@ class Lint : public RecursiveASTVisitor<Lint> {
   // ---- calls
   bool VisitDeclRefExpr(DeclRefExpr* reference) {
     if (auto* variable = dyn_cast<VarDecl>(reference->getDecl());
-        variable && current_ && findAttribute(variable, "function_constant"))
+        variable && !isa<ParmVarDecl>(variable) && current_ &&
+        findAttribute(variable, "function_constant"))
       constants[current_].insert(variable->getCanonicalDecl());
     return true;
   }

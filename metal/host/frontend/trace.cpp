@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "llvm/Demangle/Demangle.h"
 #include "llvm/IR/DebugInfoMetadata.h"
 #include "llvm/IR/IRBuilder.h"
 #include "llvm/IR/InstIterator.h"
@@ -20,7 +19,7 @@ using namespace llvm;
 namespace {
 
 constexpr unsigned kDevice = 1, kConstant = 2, kThreadgroup = 3;  // -ffake-address-space-map
-constexpr unsigned kStore = 1, kAtomic = 2, kThreadgroupAccess = 4;
+constexpr unsigned kStore = 1, kAtomic = 2, kThreadgroupAccess = 4, kUpdate = kStore | kAtomic | 8;
 constexpr uint64_t kRedZone = 256;
 
 bool isChecked(const Module& module) { return module.getNamedGlobal("__msl_checked"); }
@@ -145,10 +144,8 @@ struct Early : PassInfoMixin<Early> {
       IRBuilder<> builder(BasicBlock::Create(context, "", getter));
       auto* address = builder.CreateThreadLocalAddress(variable);
       builder.CreateRet(builder.CreateAddrSpaceCast(address, pointer));
-      std::string name = demangle(variable->getName());
-      name = name.substr(name.rfind("::") == std::string::npos ? 0 : name.rfind("::") + 2);
       table.push_back(
-          ConstantStruct::get(entry, {sites.text(name), ConstantInt::get(size, bytes), getter}));
+          ConstantStruct::get(entry, {sites.text(localName(variable->getName())), ConstantInt::get(size, bytes), getter}));
     }
     if (table.empty()) return;
     auto* type = ArrayType::get(entry, table.size());
@@ -156,6 +153,17 @@ struct Early : PassInfoMixin<Early> {
                        ConstantArray::get(type, table), "__msl_threadgroup_variables");
     new GlobalVariable(module, size, true, GlobalValue::ExternalLinkage,
                        ConstantInt::get(size, table.size()), "__msl_threadgroup_variable_count");
+  }
+
+  // A local static's mangled name ends in E<length><name>, and sometimes a number.
+  static StringRef localName(StringRef mangled) {
+    for (size_t at = mangled.size(); (at = mangled.rfind('E', at)) != StringRef::npos && at; --at) {
+      StringRef rest = mangled.substr(at + 1);
+      size_t length = 0;
+      if (!rest.consumeInteger(10, length) && length && length <= rest.size())
+        return rest.take_front(length);
+    }
+    return mangled;
   }
 
   static GlobalVariable* withRedZone(Module& module, GlobalVariable* old) {
@@ -294,9 +302,9 @@ struct Late : PassInfoMixin<Late> {
         add(i, 1, fixed(store->getValueOperand()->getType()),
             kStore | (store->isAtomic() ? kAtomic : 0));
       } else if (auto* update = dyn_cast<AtomicRMWInst>(&i)) {
-        add(i, 0, fixed(update->getType()), kStore | kAtomic);
+        add(i, 0, fixed(update->getType()), kUpdate);
       } else if (auto* exchange = dyn_cast<AtomicCmpXchgInst>(&i)) {
-        add(i, 0, fixed(exchange->getNewValOperand()->getType()), kStore | kAtomic);
+        add(i, 0, fixed(exchange->getNewValOperand()->getType()), kUpdate);
       } else if (auto* copy = dyn_cast<MemTransferInst>(&i)) {
         add(i, 1, copy->getLength(), 0);
         add(i, 0, copy->getLength(), kStore);

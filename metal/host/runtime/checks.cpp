@@ -7,7 +7,7 @@
 namespace msl {
 namespace {
 
-constexpr uint32_t kStore = 1, kAtomic = 2, kThreadgroup = 4;  // as in frontend/trace.cpp
+constexpr uint32_t kStore = 1, kAtomic = 2, kThreadgroup = 4, kReads = 8;  // as in frontend/trace.cpp
 constexpr uint32_t kFlagDevice = 1, kFlagThreadgroup = 2;      // mem_flags
 constexpr uint64_t kPage = 1024, kLine = 128;
 
@@ -122,8 +122,6 @@ void Checker::track(Byte& byte, bool device, bool store, bool atomic, const Site
   Access now{epoch, simd_epoch, static_cast<uint32_t>(threadgroup_), thread, atomic, site};
   if (store) {
     byte.write = now;
-    if (!atomic) return;  // an atomic update also reads
-    byte.write.atomic = true;
     return;
   }
   Access& read = byte.read;
@@ -144,7 +142,7 @@ void Checker::track(Byte& byte, bool device, bool store, bool atomic, const Site
 }
 
 char* Checker::threadgroupAccess(char* address, uint32_t size, uint32_t flags, const Site* site) {
-  bool store = flags & kStore;
+  bool store = flags & kStore, reads = !store || flags & kReads;
   auto holds = [&](const Block& b) { return address >= b.data && address < b.data + b.bytes; };
   if (last_block_ >= blocks_.size() || !holds(blocks_[last_block_])) {
     auto found = std::find_if(blocks_.begin(), blocks_.end(), holds);
@@ -186,13 +184,11 @@ char* Checker::threadgroupAccess(char* address, uint32_t size, uint32_t flags, c
   }
   for (uint64_t i = at; i < at + size; ++i) {
     f.byte = i;
-    if (!store || flags & kAtomic) {
-      if (block.written[i] != serial_) {
-        f.kind = kUninitialisedThreadgroup;
-        f.other_site = nullptr;
-        report(f);
-        block.written[i] = serial_;  // once
-      }
+    if (reads && block.written[i] != serial_) {
+      f.kind = kUninitialisedThreadgroup;
+      f.other_site = nullptr;
+      report(f);
+      block.written[i] = serial_;  // once
     }
     if (store) block.written[i] = serial_;
     track(block.shadow[i], false, store, flags & kAtomic, site, f);
@@ -208,7 +204,7 @@ Checker::Byte& Checker::shadow(uint64_t address) {
 
 char* Checker::access(char* address, uint32_t size, uint32_t flags, const Site* site) {
   if (flags & kThreadgroup) return threadgroupAccess(address, size, flags, site);
-  bool store = flags & kStore;
+  bool store = flags & kStore, reads = !store || flags & kReads, atomic = flags & kAtomic;
   auto holds = [&](const Buffer& b) { return address >= b.data && address < b.data + b.bytes; };
   // Several arguments may share memory; a store belongs to one that may be written.
   auto fits = [&](const Buffer& b) { return holds(b) && (store ? b.may_write : b.may_read); };
@@ -244,13 +240,12 @@ char* Checker::access(char* address, uint32_t size, uint32_t flags, const Site* 
     report(f);
     return size <= sizeof scratch_ ? scratch_ : nullptr;
   }
-  bool atomic = flags & kAtomic;
   if (store && !buffer.may_write) {
     f.kind = kWriteToReadOnly;
     report(f);
     return size <= sizeof scratch_ ? scratch_ : nullptr;
   }
-  if ((!store || atomic) && !buffer.may_read) {
+  if (reads && !buffer.may_read) {
     f.kind = kReadOfWriteOnly;
     report(f);
   }
@@ -259,14 +254,14 @@ char* Checker::access(char* address, uint32_t size, uint32_t flags, const Site* 
     ++traffic.stores;
     traffic.store_bytes += size;
   }
-  if (!store || (atomic && site)) {
-    traffic.loads += !store;
-    traffic.load_bytes += store ? 0 : size;
+  if (reads) {
+    ++traffic.loads;
+    traffic.load_bytes += size;
   }
   if (launch_.lines) countLines(last_buffer_, address, size, store, site);
   if (buffer.initialised) {
     for (uint64_t i = at; i < at + size; ++i) {
-      if ((!store || atomic) && !buffer.initialised[i]) {
+      if (reads && !buffer.initialised[i]) {
         f.kind = kUninitialisedDevice;
         f.byte = i;
         report(f);

@@ -135,6 +135,11 @@ void makeReady(Worker& w, Fiber* fiber) {
     std::swap(w.ready.back(), w.ready[w.random() % w.ready.size()]);
 }
 
+// Instances of one template meet at one barrier; its inlined copies have different sites.
+bool samePlace(const Site* a, const Site* b) {
+  return a == b || (a->line == b->line && a->column == b->column && a->file == b->file);
+}
+
 uint32_t fullMask(const Simdgroup& s) { return s.size == 32 ? 0xffffffffu : (1u << s.size) - 1; }
 
 // Ends the operation of the lanes in `mask`, which all wait at `site`.
@@ -395,7 +400,7 @@ void __msl_threadgroup_barrier(uint32_t flags, const Site* site) {
     w.barrier_site = site;
     w.barrier_fiber = fiber;
     w.barrier_flags = flags;
-  } else if (site != w.barrier_site && !w.barrier_other) {
+  } else if (!w.barrier_other && !samePlace(site, w.barrier_site)) {
     w.barrier_other = site;
     w.barrier_other_fiber = fiber;
   }

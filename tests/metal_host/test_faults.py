@@ -1,0 +1,131 @@
+"""Every kind of fault that the checked host looks for, planted; and the same kernels without it."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from metal.host import KernelFault, Library, empty
+
+SOURCE = Path(__file__).parent / "kernels" / "faults.metal"
+
+# kernel -> (kinds that may be reported, keywords of the dispatch)
+FAULTS = {
+    "race_missing_barrier": ("threadgroup-race", {}),
+    "race_same_byte": ("threadgroup-race", {}),
+    "race_write_after_read": ("threadgroup-race", {}),
+    "race_inside_simdgroup": ("threadgroup-race", {}),
+    "race_across_simdgroups": ("threadgroup-race", {}),
+    "race_barrier_flags": ("threadgroup-race", {}),
+    "race_argument": ("threadgroup-race", {"threadgroup_memory": 512}),
+    "race_atomic_and_plain": ("threadgroup-race", {}),
+    "device_race_scratch": ("device-race", {}),
+    "device_race_same_byte": ("device-race", {}),
+    "grid_race_overlap": ("grid-race", {"grid": 4, "threadgroup": 32}),
+    "grid_race_sum": ("grid-race", {"grid": 4, "threadgroup": 32}),
+    "grid_race_neighbour": ("grid-race", {"grid": 4, "threadgroup": 32}),
+    "bounds_read_past": ("out-of-bounds", {}),
+    "bounds_read_before": ("out-of-bounds", {}),
+    "bounds_write_past": ("out-of-bounds", {}),
+    "bounds_write_before": ("out-of-bounds", {}),
+    "bounds_far": ("out-of-bounds", {}),
+    "bounds_vector": ("out-of-bounds", {}),
+    "bounds_constant": ("out-of-bounds", {}),
+    "bounds_threadgroup_past": ("out-of-bounds", {}),
+    "bounds_threadgroup_before": ("out-of-bounds", {}),
+    "bounds_threadgroup_argument": ("out-of-bounds", {"threadgroup_memory": 512}),
+    "barrier_two_places": ("divergent-barrier", {}),
+    "barrier_after_return": ("divergent-barrier", {}),
+    "barrier_loop_counts": ("divergent-barrier", {}),
+    "simd_some_lanes": ("divergent-simd", {}),
+    "simd_two_places": ("divergent-simd", {}),
+    "simd_after_return": ("divergent-simd", {}),
+    "simd_matrix_some_lanes": ("divergent-simd", {}),
+    "uninitialised_slot": ("uninitialised-threadgroup", {}),
+    "uninitialised_never": ("uninitialised-threadgroup", {}),
+    "uninitialised_atomic": ("uninitialised-threadgroup", {}),
+    "output_accumulates": ("uninitialised-device", {"outputs": {1}}),
+    "output_reads_ahead": ("uninitialised-device", {"outputs": {1}, "threadgroup": 64}),
+    "writes_input": ("write-to-read-only", {"writes": {1}}),
+    "writes_input_atomically": ("write-to-read-only", {"writes": {1}}),
+    "reads_output": ("read-of-write-only", {"reads": {0}}),
+    "reads_output_late": ("read-of-write-only", {"reads": {0}}),
+}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["planted", "clean"])
+def library(request):
+    return request.param, Library(SOURCE, host="checked", defines={"FAULT": 1} if request.param else None)
+
+
+def dispatch(library, name, keywords, **more):
+    keywords = {"grid": 1, "threadgroup": 128, **keywords, **more}
+    x = np.arange(128, dtype=np.float32)
+    if name == "writes_input_atomically":
+        x = np.zeros(128, np.int32)
+    buffers = {0: x, 1: np.zeros(128, np.float32), 2: np.zeros(128, np.float32)}
+    kernel = library[name]
+    wanted = {p.index for p in kernel.info.buffers}
+    buffers = {i: b for i, b in buffers.items() if i in wanted}
+    return kernel(buffers, keywords.pop("grid"), keywords.pop("threadgroup"), on_fault="return", **keywords)
+
+
+def marked_lines(name):
+    text = SOURCE.read_text().split("\n")
+    return {n for n, line in enumerate(text, 1) if re.search(rf"FAULT: {name}$", line)}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_caught_on_its_line_and_its_twin_is_silent(library, name):
+    planted, compiled = library
+    kind, keywords = FAULTS[name]
+    faults = dispatch(compiled, name, keywords).faults
+    if not planted:
+        assert not faults, [str(f) for f in faults]
+        return
+    found = [f for f in faults if f.kind == kind]
+    assert found, f"{kind} not found, only {[str(f) for f in faults]}"
+    assert any(f.lines & marked_lines(name) for f in found), [str(f) for f in found]
+    assert all(f.kernel == name and Path(f.file) == SOURCE and name in str(f) for f in found)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("name", [n for n, (kind, _) in FAULTS.items() if "race" in kind or "divergent" in kind])
+def test_order_of_threads_changes_nothing(library, name, seed):
+    planted, compiled = library
+    kind, keywords = FAULTS[name]
+    kinds = {f.kind for f in dispatch(compiled, name, keywords, seed=seed).faults}
+    assert (kind in kinds) if planted else not kinds
+
+
+def test_at_least_two_of_each_kind():
+    from metal.host.faults import KINDS
+
+    assert all(sum(kind == k for kind, _ in FAULTS.values()) >= 2 for k in KINDS)
+
+
+def test_a_fault_raises_and_names_kernel_threads_byte_and_place(library):
+    planted, compiled = library
+    if not planted:
+        pytest.skip("needs the planted fault")
+    with pytest.raises(KernelFault) as raised:
+        compiled["bounds_read_past"]([np.zeros(128, np.float32), np.zeros(128, np.float32)], 1, 128)
+    [fault] = raised.value.faults
+    assert (fault.thread, fault.byte, fault.buffer, fault.count) == (127, 512, 0, 1)
+    assert "faults.metal:%d" % min(marked_lines("bounds_read_past")) in str(raised.value)
+    assert "argument 0 (x)" in str(raised.value)
+
+
+def test_memory_never_written_is_known_across_dispatches(library):
+    _, compiled = library
+    scratch, y = empty(128, np.float32), np.zeros(128, np.float32)
+    x = np.ones(128, np.float32)
+    copy = compiled["reads_output_late"]
+    with pytest.raises(KernelFault, match="uninitialised-device"):
+        compiled["device_race_same_byte"]([scratch, y], 1, 128)
+    copy([x, scratch], 1, 64, on_fault="return")  # 64 threads write the first half
+    result = compiled["device_race_same_byte"]([scratch, y], 1, 64, on_fault="return")
+    assert not [f for f in result.faults if f.kind == "uninitialised-device"]
+    with pytest.raises(KernelFault, match="uninitialised-device"):
+        compiled["device_race_same_byte"]([scratch[64:], y], 1, 64)

@@ -12,11 +12,11 @@ from mlx_lm.generate import generate_step as stock_generate_step
 from mlx_lm.sample_utils import greedy_sampler
 
 from lily_mlx import _ext
-from lily_mlx.cache import ArraysCache, KVCache, adopt
-from lily_mlx.layers import LINEAR, GatedDeltaNet, RMSNorm, SparseMoeBlock
-from lily_mlx.layers.linear import describe, refusal, weight_of
+from lily_mlx.cache import KVCache, adopt
+from lily_mlx.layers import GatedDeltaNet, RMSNorm, SparseMoeBlock
+from lily_mlx.layers.linear import ask, weight_of
 from lily_mlx.loading import check_prompt
-from lily_mlx.selection import Choice, query
+from lily_mlx.selection import Choice
 
 
 class DecodePlan:
@@ -68,9 +68,8 @@ class DecodeSession:
 
 
 def activation_dtype(text_model: nn.Module) -> mx.Dtype:
-    """The dtype that the embedding produces."""
-    embedding = text_model.model.embed_tokens
-    return embedding.scales.dtype if "scales" in embedding else embedding.weight.dtype
+    """The dtype of the residual stream: the norms', since scales may be packed in some modes."""
+    return text_model.model.norm.weight.dtype
 
 
 def decode_choice(text_model: nn.Module) -> Choice:
@@ -101,8 +100,9 @@ def decode_choice(text_model: nn.Module) -> Choice:
         return Choice(None, "module", "a replaced norm decodes layer by layer.")
     if any(norm.eps != args.rms_norm_eps for norm in norms):
         return Choice(None, "module", "norms with different eps decode layer by layer.")
-    return refusal(*linears) or query(
+    return ask(
         "decode_step",
+        *linears,
         dtype=dtype,
         rows=1,
         head_dim=args.head_dim,
@@ -111,7 +111,6 @@ def decode_choice(text_model: nn.Module) -> Choice:
         experts=args.num_experts,
         top_k=args.num_experts_per_tok,
         training=text_model.training,
-        **describe(*linears),
     )
 
 
@@ -345,9 +344,3 @@ def _greedy(
             mx.clear_cache()
         token, logprobs = following
         n += 1
-
-
-__all__ = [
-    "LINEAR", "ArraysCache", "DecodePlan", "DecodeSession", "KVCache", "decode_choice",
-    "generate_step", "session_for", "step",
-]  # fmt: skip

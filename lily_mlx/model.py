@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3_5, qwen3_5_moe
+from mlx_lm.models.pipeline import PipelineMixin
 from mlx_lm.models.qwen3_5 import ModelArgs, TextModelArgs
 
 from lily_mlx import checkpoint, decode, ops
@@ -18,11 +19,14 @@ from lily_mlx.selection import Choice
 __all__ = ["Model", "ModelArgs", "TextModel"]
 
 
+# Each module is built once and in stock's order, so that a seed set before loading draws the same
+# numbers after it with either engine; hence no super().__init__.
 class DecoderLayer(qwen3_5.DecoderLayer):
     """Stock's layer, with lily's modules under stock's names."""
 
     def __init__(self, args: TextModelArgs, layer_idx: int):
-        super().__init__(args, layer_idx)
+        nn.Module.__init__(self)
+        self.is_linear = (layer_idx + 1) % args.full_attention_interval != 0
         if self.is_linear:
             self.linear_attn = GatedDeltaNet(args)
         else:
@@ -31,15 +35,21 @@ class DecoderLayer(qwen3_5.DecoderLayer):
         self.post_attention_layernorm = RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         if args.num_experts > 0:
             self.mlp = SparseMoeBlock(args)
+        else:
+            self.mlp = qwen3_5.MLP(args.hidden_size, args.intermediate_size)
 
 
 class Qwen3_5TextModel(qwen3_5.Qwen3_5TextModel):
     """Stock's stack of layers, with lily's layers."""
 
     def __init__(self, args: TextModelArgs):
-        super().__init__(args)
+        nn.Module.__init__(self)
+        PipelineMixin.__init__(self)
+        self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
         self.layers = [DecoderLayer(args, i) for i in range(args.num_hidden_layers)]
         self.norm = RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+        self.ssm_idx = 0
+        self.fa_idx = args.full_attention_interval - 1
 
     def __call__(
         self,
@@ -48,10 +58,10 @@ class Qwen3_5TextModel(qwen3_5.Qwen3_5TextModel):
         input_embeddings: mx.array | None = None,
     ) -> mx.array:
         """inputs [B, T] token ids -> [B, T, hidden]."""
-        embedding = self.embed_tokens
-        dtype = embedding.scales.dtype if "scales" in embedding else embedding.weight.dtype
-        if input_embeddings is None and not self.training and choose(dtype, embedding):
-            input_embeddings = ops.embed(inputs, weight_of(embedding), dtype)
+        dtype = self.norm.weight.dtype
+        served = not self.training and choose(dtype, self.embed_tokens)
+        if input_embeddings is None and served:
+            input_embeddings = ops.embed(inputs, weight_of(self.embed_tokens), dtype)
         return super().__call__(inputs, cache, input_embeddings=input_embeddings)
 
 
@@ -59,8 +69,13 @@ class TextModel(qwen3_5.TextModel):
     """Stock's text model; one token of one sequence runs as a single decode step."""
 
     def __init__(self, args: TextModelArgs):
-        super().__init__(args)
+        nn.Module.__init__(self)
+        self.args = args
+        self.model_type = args.model_type
         self.model = Qwen3_5TextModel(args)
+        if not args.tie_word_embeddings:
+            self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+        self.sharding_group = None
         self._plan: decode.DecodePlan | None = None
 
     def head(self) -> nn.Module:
@@ -119,21 +134,19 @@ class Model(qwen3_5.Model):
         text = self.language_model
         dtype = decode.activation_dtype(text)
         rows: list[tuple[str, str, Choice]] = [
-            ("language_model", "decode_step", text.decode_plan().choice),
             ("language_model.model.embed_tokens", "embed", choose(dtype, text.model.embed_tokens)),
         ]
+        if text.args.num_experts > 0:
+            rows.insert(0, ("language_model", "decode_step", text.decode_plan().choice))
         for i, layer in enumerate(text.layers):
             name = "linear_attn" if layer.is_linear else "self_attn"
-            parts = [(name, layer[name])]
-            if isinstance(layer.mlp, SparseMoeBlock):
-                parts.append(("mlp", layer.mlp))
-            else:
-                choice = Choice(None, "module", "a dense MLP runs the stock ops.")
-                rows.append((f"language_model.model.layers.{i}.mlp", "mlp", choice))
-            for part, module in parts:
-                path = f"language_model.model.layers.{i}.{part}"
-                for sub, kind, choice in module.report(dtype):
-                    rows.append((f"{path}.{sub}" if sub else path, kind, choice))
+            path = f"language_model.model.layers.{i}"
+            for part in (name, "mlp"):
+                if isinstance(layer[part], qwen3_5.MLP):  # dense: stock's by design
+                    rows.append((f"{path}.mlp", "mlp", Choice("mlx-lm", "ok", "")))
+                    continue
+                for sub, kind, choice in layer[part].report(dtype):
+                    rows.append((f"{path}.{part}.{sub}".rstrip("."), kind, choice))
         if not text.args.tie_word_embeddings:
             rows.append(("language_model.lm_head", "project", choose(dtype, text.lm_head)))
         return [

@@ -416,12 +416,24 @@ void attend(const AttentionShape& s, const void* q, const KeyValues& kv, const M
     }
   };
   auto visible = [&](int row) { return mask.causal ? kv.L - s.T + row + 1 : kv.L; };
+  // Chunks start at the first key that a row sees, so that left padding does not change its sums.
+  auto first_key = [&](int b, int row) {
+    int j = 0;
+    if (mask.data != nullptr) {
+      const bool* keep = mask.data + b * mask.batch + row * mask.row;
+      while (j < kv.L && !keep[j]) {
+        ++j;
+      }
+    }
+    return j;
+  };
   auto chunk_of = [&](int b, int hkv, int row, int chunk, const float* qs,
                       std::vector<float>& scores, Partial& part) {
     part.reset(group, s.D);
     scores.resize(int64_t(group) * kKeyBlock);
-    const int end = std::min(visible(row), (chunk + 1) * kKeyChunk);
-    for (int j = chunk * kKeyChunk; j < end; j += kKeyBlock) {
+    const int start = first_key(b, row) + chunk * kKeyChunk;
+    const int end = std::min(visible(row), start + kKeyChunk);
+    for (int j = start; j < end; j += kKeyBlock) {
       const int count = std::min(kKeyBlock, end - j);
       const void* keys = at(s.t, kv.keys, b * kv.key_batch + hkv * kv.key_head + j * kv.key_row);
       const void* values =
@@ -462,7 +474,7 @@ void attend(const AttentionShape& s, const void* q, const KeyValues& kv, const M
       Partial all, part;
       query(b, hkv, row, qs);
       all.reset(group, s.D);
-      for (int c = 0; c * kKeyChunk < visible(row); ++c) {
+      for (int c = 0; first_key(b, row) + c * kKeyChunk < visible(row); ++c) {
         chunk_of(b, hkv, row, c, qs.data(), scores, part);
         all.merge(part, group, s.D);
       }
@@ -476,7 +488,7 @@ void attend(const AttentionShape& s, const void* q, const KeyValues& kv, const M
     const int c = static_cast<int>(i % chunks), row = static_cast<int>(i / chunks % s.T),
               hkv = static_cast<int>(i / chunks / s.T % s.Hkv),
               b = static_cast<int>(i / chunks / s.T / s.Hkv);
-    if (c * kKeyChunk >= visible(row)) {
+    if (first_key(b, row) + c * kKeyChunk >= visible(row)) {
       return;
     }
     std::vector<float> qs, scores;
@@ -488,7 +500,7 @@ void attend(const AttentionShape& s, const void* q, const KeyValues& kv, const M
               b = static_cast<int>(i / s.T / s.Hkv);
     Partial all;
     all.reset(group, s.D);
-    for (int c = 0; c * kKeyChunk < visible(row); ++c) {
+    for (int c = 0; first_key(b, row) + c * kKeyChunk < visible(row); ++c) {
       all.merge(parts[i * chunks + c], group, s.D);
     }
     finish(b, hkv, row, all);

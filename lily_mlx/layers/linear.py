@@ -42,7 +42,13 @@ def describe(*modules: nn.Module) -> dict[str, list[Any]]:
         else:
             fields["bits"].add(0)
             fields["columns"].add(columns)
-    return {name: sorted(values) for name, values in fields.items()}
+    return {name: sorted(values) for name, values in fields.items() if values}
+
+
+def ask(kind: str, *modules: nn.Module, **fields: Any) -> Choice:
+    """`selection.query` for a kind that takes these modules' weights."""
+    refused = refusal(*modules)
+    return query(kind, **fields, **describe(*modules)) if refused is None else refused
 
 
 def weight_of(module: nn.Module) -> ops.Weight:
@@ -56,7 +62,7 @@ def weight_of(module: nn.Module) -> ops.Weight:
 
 def choose(dtype: mx.Dtype, *modules: nn.Module) -> Choice:
     """Whether lily's `project` serves these modules."""
-    return refusal(*modules) or query("project", dtype=dtype, **describe(*modules))
+    return ask("project", *modules, dtype=dtype)
 
 
 def project(x: mx.array, *modules: nn.Module, float32_out: bool = False) -> list[mx.array]:

@@ -8,8 +8,8 @@ from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from lily_mlx import _ext, ops
-from lily_mlx.layers.linear import describe, refusal, weight_of
-from lily_mlx.selection import Choice, query
+from lily_mlx.layers.linear import ask, weight_of
+from lily_mlx.selection import Choice
 
 
 class SparseMoeBlock(Qwen3NextSparseMoeBlock):
@@ -32,14 +32,13 @@ class SparseMoeBlock(Qwen3NextSparseMoeBlock):
         if type(self.switch_mlp) is not SwitchGLU:
             name = type(self.switch_mlp).__name__
             return Choice(None, "module", f"{name} has no kernel; SwitchGLU has.")
-        linears = self.linears()
-        return refusal(*linears) or query(
+        return ask(
             "moe",
+            *self.linears(),
             dtype=dtype,
             experts=self.num_experts,
             top_k=self.top_k,
             training=self.training,
-            **describe(*linears),
         )
 
     def report(self, dtype: mx.Dtype) -> list[tuple[str, str, Choice]]:

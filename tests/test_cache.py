@@ -1,0 +1,310 @@
+"""Who owns a cache: nothing that anybody else holds is ever written, and nothing is copied without need."""
+
+import copy
+import pickle
+
+import mlx.core as mx
+import models
+import pytest
+from mlx_lm.models import cache as stock_cache
+from mlx_lm.models.cache import (
+    LRUPromptCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
+
+import lily_mlx
+from lily_mlx import decode
+from lily_mlx.cache import ArraysCache, KVCache, adopt
+
+
+@pytest.fixture(scope="module")
+def model():
+    ours, _ = models.pair("plain", mx.bfloat16)
+    return ours
+
+
+def snapshot(caches):
+    """Values of every cache, copied out to numpy-like lists of exact bits."""
+    out = []
+    for c in caches:
+        state = c.cache if hasattr(c, "cache") else c.keys_and_values()
+        out.append([mx.array(a.astype(mx.float32)) + 0 for a in state])
+    mx.eval(out)
+    return out
+
+
+def same(a, b):
+    return all(
+        mx.array_equal(x, y) for one, two in zip(a, b, strict=True)
+        for x, y in zip(one, two, strict=True)
+    )  # fmt: skip
+
+
+def started(model, length=6, steps=3):
+    """Caches that have seen a prompt and some decode steps."""
+    caches = model.make_cache()
+    ids = models.prompt(model, length + steps)
+    model(ids[:, :length], cache=caches)
+    for i in range(length, length + steps):
+        mx.eval(model(ids[:, i : i + 1], cache=caches))
+    return caches, ids
+
+
+def go_on(model, caches, count=5, seed=9):
+    ids = models.prompt(model, count, seed)
+    out = [model(ids[:, i : i + 1], cache=caches) for i in range(count)]
+    return mx.concatenate(out, axis=1)
+
+
+COPIES = {
+    "copy.deepcopy": copy.deepcopy,
+    "pickle-like state": lambda caches: [
+        type(c).from_state(copy.deepcopy(c.state)) for c in caches
+    ],
+    "from_state, shared": lambda caches: [type(c).from_state(c.state) for c in caches],
+    "copy.copy of each": lambda caches: [copy.copy(c) for c in caches],
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("when", ["between steps", "with a step pending"])
+def test_a_copied_cache_is_untouched_by_the_original_and_the_reverse(model, how, when):
+    caches, ids = started(model)
+    if when == "with a step pending":
+        model(mx.array([[11]]), cache=caches)
+        ids = mx.concatenate([ids, mx.array([[11]])], axis=1)
+    stored = COPIES[how](caches)
+    before = snapshot(copy.deepcopy(stored))
+    expected = go_on(model, caches)
+    mx.eval(expected)
+    assert same(before, snapshot(copy.deepcopy(stored)))
+    assert stored[3].offset == ids.shape[1]
+    assert mx.array_equal(go_on(model, stored), expected)
+    fresh = model.make_cache()
+    model(ids, cache=fresh)
+    assert mx.array_equal(go_on(model, fresh), expected)
+
+
+def test_slices_and_arrays_read_from_a_cache_keep_their_values(model):
+    caches, _ = started(model)
+    held = [
+        caches[0][1], caches[0][0], caches[3].keys, caches[3].keys[..., :4, :],
+        mx.contiguous(caches[3].values), caches[2].state[0][1],
+    ]  # fmt: skip
+    mx.eval(held)
+    before = [a.astype(mx.float32) + 0 for a in held]
+    mx.eval(before)
+    mx.eval(go_on(model, caches))
+    seen = caches[3].offset - 5
+    for i, (array, value) in enumerate(zip(held, before, strict=True)):
+        now = array.astype(mx.float32)
+        if i == 2:  # what is beyond the tokens seen so far is nobody's
+            now, value = now[..., :seen, :], value[..., :seen, :]
+        assert mx.array_equal(now, value), i
+
+
+def test_lazy_readers_of_a_cache_see_the_values_of_their_time(model):
+    caches, _ = started(model)
+    late = caches[0][1] * 2.0  # not evaluated before the steps
+    twin = caches[0][1] + 0.0
+    mx.eval(twin)
+    mx.eval(go_on(model, caches))
+    assert mx.array_equal(late, twin * 2.0)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+def test_nothing_is_copied_while_a_sequence_has_its_caches_alone(model, in_flight):
+    caches, _ = started(model)
+    pending, token = [], mx.array([[3]])
+    for _ in range(40):
+        token, logits = decode.step(model.language_model, token, caches)
+        mx.async_eval(token)
+        pending.append(token)
+        if len(pending) == in_flight:
+            pending.pop(0).item()
+    session = caches[0]._loan[0]
+    mx.eval(token)
+    assert session.copied_bytes == 0
+    assert session.grown_bytes == 0
+
+
+def test_generation_copies_nothing_from_prefill_to_the_last_token(model):
+    caches = model.make_cache()
+    ids = models.prompt(model, 20)[0]
+    sessions = set()
+    for _ in lily_mlx.generate_step(ids, model, max_tokens=30, prompt_cache=caches):
+        sessions.add(caches[0]._loan[0])
+    assert len(sessions) == 1
+    session = sessions.pop()
+    assert session.copied_bytes == 0 and session.grown_bytes == 0
+
+
+def test_a_shared_buffer_is_copied_once(model):
+    caches, _ = started(model)
+    keep = copy.deepcopy(caches)
+    mx.eval(go_on(model, caches, 1))
+    session = caches[0]._loan[0]
+    once = session.copied_bytes
+    state = 3 * 4 * 32 * 32 * 4  # three DeltaNet layers
+    keys = 2 * 2 * 256 * 32 * 2
+    assert once == state + keys
+    mx.eval(go_on(model, caches, 6))
+    assert session.copied_bytes == once
+    del keep
+
+
+def test_keys_grow_by_blocks_over_their_edge(model):
+    caches = model.make_cache()
+    ids = models.prompt(model, 262)
+    whole = model(ids)
+    model(ids[:, :250], cache=caches)
+    got = mx.concatenate([model(ids[:, i : i + 1], cache=caches) for i in range(250, 262)], axis=1)
+    assert mx.array_equal(got, whole[:, 250:])
+    session = caches[0]._loan[0]
+    assert session.grown_bytes == 2 * 2 * 256 * 32 * 2
+    assert caches[3].keys.shape[2] == 512
+    assert mx.array_equal(caches[3].keys[..., 262:, :], mx.zeros((1, 2, 250, 32)))
+
+
+def test_a_step_longer_than_a_key_chunk_has_the_same_bits(model):
+    """Contexts around the 1,024 keys of one partial softmax."""
+    ids = models.prompt(model, 1030) % 280
+    for length in (1022, 1023, 1024, 1025):
+        caches = model.make_cache()
+        model.model(ids[:, :length], cache=caches)
+        one = model(ids[:, length : length + 1], cache=caches)
+        assert mx.array_equal(one, model(ids[:, : length + 1])[:, -1:])
+
+
+def test_a_conversation_alternates_prefill_and_decode(model):
+    caches = model.make_cache()
+    ids = models.prompt(model, 40)
+    whole = model(ids)
+    at = 0
+    for piece in (7, 1, 1, 5, 1, 1, 1, 2, 1, 20):
+        got = model(ids[:, at : at + piece], cache=caches)
+        assert mx.array_equal(got, whole[:, at : at + piece])
+        at += piece
+
+
+def test_saved_and_restored_caches_go_on_bit_for_bit(model, tmp_path):
+    caches, _ = started(model)
+    path = str(tmp_path / "cache.safetensors")
+    model(mx.array([[7]]), cache=caches)  # pending while it is saved
+    save_prompt_cache(path, caches, {"note": "x"})
+    expected = go_on(model, caches)
+    restored, metadata = load_prompt_cache(path, return_metadata=True)
+    assert metadata == {"note": "x"}
+    assert [type(c).__name__ for c in restored] == [type(c).__name__ for c in caches]
+    assert mx.array_equal(go_on(model, restored), expected)
+    assert decode.step(model.language_model, mx.array([[1]]), restored) is not None
+
+
+def test_files_of_the_same_run_are_the_same_bytes(model, tmp_path):
+    for name in ("a", "b"):
+        caches, _ = started(model)
+        save_prompt_cache(str(tmp_path / f"{name}.safetensors"), caches)
+    a, b = (tmp_path / f"{name}.safetensors" for name in "ab")
+    assert a.read_bytes() == b.read_bytes()
+
+
+def test_stocks_prompt_cache_reuses_a_prefix_that_generation_did_not_touch(model):
+    store = LRUPromptCache(max_size=4)
+    ids = models.prompt(model, 12)[0].tolist()
+    caches = model.make_cache()
+    model(mx.array([ids[:8]]), cache=caches)
+    store.insert_cache("m", ids[:8], caches)
+    answers = []
+    for _ in range(2):
+        found, rest = store.fetch_nearest_cache("m", ids)
+        assert found is not None and rest == ids[8:]
+        answers.append([
+            t for t, _ in lily_mlx.generate_step(mx.array(rest), model, max_tokens=10,
+                                                 prompt_cache=found)
+        ])  # fmt: skip
+    fresh = [t for t, _ in lily_mlx.generate_step(mx.array(ids), model, max_tokens=10)]
+    assert answers == [fresh, fresh]
+
+
+def test_a_diverging_prefix_is_recomputed_never_trimmed(model):
+    caches, ids = started(model)
+    assert not stock_cache.can_trim_prompt_cache(caches)
+    assert stock_cache.trim_prompt_cache(caches, 2) == 0
+    assert caches[3].offset == ids.shape[1]
+
+
+def test_mlx_lms_own_cache_objects_are_taken_as_they_are(model):
+    caches = [
+        stock_cache.ArraysCache(2) if l.is_linear else stock_cache.KVCache() for l in model.layers
+    ]
+    ids = models.prompt(model, 9)
+    whole = model(ids)
+    first = caches[0]
+    for i in range(9):
+        assert mx.array_equal(model(ids[:, i : i + 1], cache=caches), whole[:, i : i + 1])
+    assert caches[0] is first and isinstance(first, stock_cache.ArraysCache)
+    assert adopt(stock_cache.KVCache()) and not adopt(stock_cache.RotatingKVCache(8))
+
+
+def test_cache_methods_work_while_the_arrays_are_lent(model):
+    caches, ids = started(model)
+    kv, arrays = caches[3], caches[0]
+    assert kv._loan is not None
+    assert not kv.empty() and not arrays.empty()
+    assert kv.size() == ids.shape[1] and kv.nbytes == 2 * 2 * 256 * 32 * 2
+    assert arrays.nbytes > 0 and arrays.batch_size == 1
+    again, _ = started(model)
+    merged = type(kv).merge([caches[3], again[3]])
+    assert merged.keys.shape[0] == 2
+    assert type(arrays).merge([arrays, again[0]])[1].shape[0] == 2
+    assert pickle.dumps(arrays.lengths) is not None
+    mx.eval(go_on(model, caches), go_on(model, again))
+
+
+def test_setting_a_state_replaces_what_was_lent(model):
+    caches, ids = started(model)
+    saved = copy.deepcopy([c.state for c in caches])
+    expected = go_on(model, caches)
+    for c, state in zip(caches, saved, strict=True):
+        c.state = state
+    assert mx.array_equal(go_on(model, caches), expected)
+
+
+def test_half_a_list_of_caches_taken_elsewhere(model):
+    """Some of the caches read or replaced between steps: the step takes all over again."""
+    caches, ids = started(model)
+    expected = go_on(model, copy.deepcopy(caches))
+    _ = caches[1][0], caches[3].values
+    caches[2] = copy.deepcopy(caches[2])
+    assert mx.array_equal(go_on(model, caches), expected)
+
+
+def test_wrong_caches_are_refused_or_run_by_the_layers(model):
+    with pytest.raises(ValueError, match="layer 3"):
+        caches = model.make_cache()
+        caches[3].keys = mx.zeros((1, 5, 16, 32), mx.bfloat16)
+        caches[3].values = caches[3].keys
+        mx.eval(model(mx.array([[1]]), cache=caches))
+    caches = model.make_cache()
+    caches[3].keys = caches[3].values = mx.zeros((1, 2, 16, 32), mx.float32)
+    assert decode.step(model.language_model, mx.array([[1]]), caches) is None
+
+
+def test_offsets_that_differ_run_by_the_layers(model):
+    import tiny
+
+    from lily_mlx.model import Model, ModelArgs
+
+    config = tiny.config("moe", num_hidden_layers=4, full_attention_interval=2)
+    two = Model(ModelArgs.from_dict(config)).eval()
+    caches = two.make_cache()
+    two(mx.array([[1, 2, 3]]), cache=caches)
+    caches[1].trim(1)
+    assert decode.step(two.language_model, mx.array([[1]]), caches) is None
+
+
+def test_make_prompt_cache_gives_lenders(model):
+    kinds = {type(c) for c in make_prompt_cache(model)}
+    assert kinds == {ArraysCache, KVCache}

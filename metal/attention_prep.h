@@ -1,13 +1,14 @@
 // What stands around mx.fast.scaled_dot_product_attention in prefill.
 //
-// attention_prep. For every row: RMS norm over head_dim of the q and k heads (weights q_norm, k_norm), rotary
-// embedding on the first RD dims (pairs (i, i + RD / 2), position offset[batch] + row index), rounded to A
-// once; q goes to [B, Hq, T, D], k and v to rows first_row .. of the cache [B, Hkv, capacity, D]. q_proj's output
-// is [head][q D | gate D]; the gate stays where it is and is read there by attention_gate.
-// attention_gate. out = rnd(o * sigmoid(gate)), from o with given strides to [B, T, Hq D].
+// attention_prep. For every row: RMS norm over head_dim of the q and k heads (weights q_norm,
+// k_norm), rotary embedding on the first RD dims (pairs (i, i + RD / 2), position offset[batch] +
+// row index), rounded to A once; q goes to [B, Hq, T, D], k and v to rows first_row .. of the cache
+// [B, Hkv, capacity, D]. q_proj's output is [head][q D | gate D]; the gate stays where it is and is
+// read there by attention_gate. attention_gate. out = rnd(o * sigmoid(gate)), from o with given
+// strides to [B, T, Hq D].
 //
-// Layout of threads. attention_prep: grid (ceil(T / 4), Hq + 2 Hkv, B), a simdgroup one head of one row, a
-// lane the dims lane, lane + 32, ..., so that both members of a rotary pair are in one lane.
+// Layout of threads. attention_prep: grid (ceil(T / 4), Hq + 2 Hkv, B), a simdgroup one head of one
+// row, a lane the dims lane, lane + 32, ..., so that both members of a rotary pair are in one lane.
 // attention_gate: grid (ceil(T Hq D / 1024), 1, B), 256 threads, four values a thread.
 //
 // Bytes: prep 2 (2 Hq D + 4 Hkv D) a row, gate 6 Hq D a row. Flops: about 8 a value.

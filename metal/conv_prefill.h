@@ -1,17 +1,18 @@
 // What stands between the input projections of Gated DeltaNet and its scan, for a prefill chunk.
 //
-// What it computes. Depthwise convolution of width 4 over [conv_state (3 rows) | qkv], SiLU, and for the
-// q and k heads the l2 norm, all fp32, rounded to A once:
-//   q^ = rnd(q * rsqrt(sum q^2 + 1e-6) * Dk^-0.5), k^ = rnd(k * rsqrt(sum k^2 + 1e-6)), v^ = rnd(v).
-// Gates: g = exp(-exp(A_log) * softplus(a + dt_bias)), beta = sigmoid(b), fp32.
-// The new conv state: the last three raw rows, ending at the row's `lengths` entry where there is one.
-// A padded position (mask 0) has a qkv row of zeros, g = 1 and beta = 0, which leaves the state as it is.
+// What it computes. Depthwise convolution of width 4 over [conv_state (3 rows) | qkv], SiLU, and
+// for the q and k heads the l2 norm, all fp32, rounded to A once:
+//   q^ = rnd(q * rsqrt(sum q^2 + 1e-6) * Dk^-0.5), k^ = rnd(k * rsqrt(sum k^2 + 1e-6)), v^ =
+//   rnd(v).
+// Gates: g = exp(-exp(A_log) * softplus(a + dt_bias)), beta = sigmoid(b), fp32. The new conv state:
+// the last three raw rows, ending at the row's `lengths` entry where there is one. A padded
+// position (mask 0) has a qkv row of zeros, g = 1 and beta = 0, which leaves the state as it is.
 // Channels are ordered [q heads | k heads | v heads], 128 a head.
 //
-// Layout of threads. Grid (ceil(T / 32) + 1, 2 Hk + Hv + 1, B), 128 threads. A simdgroup takes one head for
-// eight tokens, a lane four channels, the window of three rows in registers, so that a row is read
-// once and a halo of three once in eight. The last column of the grid writes the conv state, the last row the gates.
-// conv_state_out must not overlap conv_state.
+// Layout of threads. Grid (ceil(T / 32) + 1, 2 Hk + Hv + 1, B), 128 threads. A simdgroup takes one
+// head for eight tokens, a lane four channels, the window of three rows in registers, so that a row
+// is read once and a halo of three once in eight. The last column of the grid writes the conv
+// state, the last row the gates. conv_state_out must not overlap conv_state.
 //
 // Bytes: 11/8 of qkv read, qkv written, gates 12 Hv a token. Flops: 2 * 4 * C a token.
 #pragma once

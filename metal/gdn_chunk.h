@@ -1,22 +1,27 @@
 // Gated DeltaNet over a prefill chunk in matrix form, an alternative to the scan of gdn_scan.h.
 //
-// What it computes: the same recurrence, C = 32 tokens at a time. With l_t the running sum of log g in the block,
-// S the state before it, and rows t of K, Q, V:
+// What it computes: the same recurrence, C = 32 tokens at a time. With l_t the running sum of log g
+// in the block, S the state before it, and rows t of K, Q, V:
 //   L[t, s] = beta_t exp(l_t - l_s) (k_t . k_s) for s < t;   T = (I + L)^-1
 //   P[t, s] = exp(l_t - l_s) (q_t . k_s) for s <= t
-//   U = T (beta (V - exp(l) K S^T));   Y = exp(l) Q S^T + P U;   S' = exp(l_C) S + sum_s exp(l_C - l_s) u_s k_s^T
-// Matrices that hold states or gates are fp32 on both sides of the product. Against the exact recurrence y and the
-// state are within 5e-5 of their rms; the scan is the closer one, and the two are not bit-equal.
-// g below 1e-12 counts as 1e-12. Tokens past the end count as k = q = v = 0, g = 1, beta = 0.
+//   U = T (beta (V - exp(l) K S^T)); Y = exp(l) Q S^T + P U; S' = exp(l_C) S + sum_s exp(l_C - l_s)
+//   u_s k_s^T
+// Matrices that hold states or gates are fp32 on both sides of the product. Against the exact
+// recurrence y and the state are within 5e-5 of their rms; the scan is the closer one, and the two
+// are not bit-equal. g below 1e-12 counts as 1e-12. Tokens past the end count as k = q = v = 0, g =
+// 1, beta = 0.
 //
 // Layout of threads.
-//   gdn_chunk_prepare  grid (blocks, Hv, B), 128 threads: the two products of 32 x 32 x 128 (a simdgroup eight rows), the
-//                      inverse by forward substitution (a lane a column); blocks are independent
-//   gdn_chunk_scan     grid (Dv / 16, Hv, B), 128 threads: block after block, 16 rows of S in threadgroup memory
-// Threadgroup memory: 26,880 and 32,000 bytes.
+//   gdn_chunk_prepare  grid (blocks, Hv, B), 128 threads: the two products of 32 x 32 x 128 (a
+//                      simdgroup eight rows), the inverse by forward substitution (a lane a
+//                      column); blocks are independent
+//   gdn_chunk_scan     grid (Dv / 16, Hv, B), 128 threads: block after block, 16 rows of S in
+//                      threadgroup memory
+// Threadgroup memory: 26,880 and 32,384 bytes.
 //
-// Bytes a block and value head: prepare reads 16 KB and writes 8.3 KB; scan reads Dv / 16 times 24 KB (from
-// cache) and writes 16 KB. Flops a block and head: 2 (3 * 32 * 128 * 128 + 4 * 32 * 32 * 128).
+// Bytes a block and value head: prepare reads 16 KB and writes 8.3 KB; scan reads Dv / 16 times 24
+// KB (from cache) and writes 16 KB. Flops a block and head: 2 (3 * 32 * 128 * 128 + 4 * 32 * 32 *
+// 128).
 #pragma once
 
 #include "prefill_common.h"

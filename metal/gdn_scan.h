@@ -2,22 +2,26 @@
 //
 // What it computes, for each batch row, value head and token, state S [Dv, Dk] fp32, Dk = Dv = 128:
 //   S *= g;  d = (v - S k) * beta;  S += d k^T;  y = S q
-// y comes as (g S) q + d (k . q), so that the three sums of a token (S k, S q, k . q) are reduced together.
-// All products are explicit fma, so that a chunk gives the same bits in one piece and in several, and
-// the three kernels below give the same state.
-// A padded position has g = 1 and beta = 0 (see conv_prefill.h) and leaves the state as it is.
+// y comes as (g S) q + d (k . q), so that the three sums of a token (S k, S q, k . q) are reduced
+// together. All products are explicit fma, so that a chunk gives the same bits in one piece and in
+// several, and the three kernels below give the same state. A padded position has g = 1 and beta =
+// 0 (see conv_prefill.h) and leaves the state as it is.
 //
-// Layout of threads. A simdgroup holds 4 R rows of S: eight lanes a row, a lane 16 of its 128 values
-// (k = 64 i + 8 part + c, so that loads of q and k are 16 bytes a lane), R rows a lane. A sum over Dk is
-// three shuffles for four rows at once. The next token's q, k, v, g, beta are loaded before this one's use.
-//   gdn_scan        4 simdgroups; grid (Dv / (16 R), Hv, B); y fp32 to memory, normalised by gated_norm
-//   gdn_scan_norm   a threadgroup a head, Dv / (4 R) simdgroups; y of a block of tokens is staged in
-//                   threadgroup memory and leaves as rnd(y * rsqrt(mean y^2 + eps) * weight * silu(z))
-//   gdn_scan_block  gdn_scan with q and k staged for 16 tokens in threadgroup memory (for comparison)
+// Layout of threads. A simdgroup holds 4 R rows of S: eight lanes a row, a lane 16 of its 128
+// values (k = 64 i + 8 part + c, so that loads of q and k are 16 bytes a lane), R rows a lane. A
+// sum over Dk is three shuffles for four rows at once. The next token's q, k, v, g, beta are loaded
+// before this one's use.
+//   gdn_scan        4 simdgroups; grid (Dv / (16 R), Hv, B); y fp32 to memory, normalised by
+//                   gated_norm
+//   gdn_scan_norm   a threadgroup a head, Dv / (4 R) simdgroups; y of a block of tokens is staged
+//                   in threadgroup memory and leaves as rnd(y * rsqrt(mean y^2 + eps) * weight *
+//                   silu(z))
+//   gdn_scan_block  gdn_scan with q and k staged for 16 tokens in threadgroup memory (for
+//                   comparison)
 //   gated_norm      a simdgroup a row of 128
 //
-// Bytes a token and value head: q, k 512 (read by each of the threadgroups of a head, from cache), v 256,
-// y 512; the state 128 KB once a chunk. Flops a token and head: 8 * 128 * 128.
+// Bytes a token and value head: q, k 512 (read by each of the threadgroups of a head, from cache),
+// v 256, y 512; the state 128 KB once a chunk. Flops a token and head: 8 * 128 * 128.
 #pragma once
 
 #include "prefill_common.h"
@@ -115,7 +119,8 @@ METAL_FUNC void gdn_step(
   }
 }
 
-// Where one (batch row, value head) reads: strides are the layouts [B, T, heads, 128] and [B, T, Hv].
+// Where one (batch row, value head) reads: strides are the layouts [B, T, heads, 128] and [B, T,
+// Hv].
 template <typename A>
 struct GdnStream {
   const device A* q;

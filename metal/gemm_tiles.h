@@ -1,18 +1,21 @@
 // The part that the quantized GEMMs share: a threadgroup's product of BM rows with 64 weight rows.
 //
-// What it computes. sums[r, n] = sum over k of x[r, k] * w[n, k], fp32, where w = scale * code + bias is
-// rounded to A on its way into threadgroup memory. Rows and weight rows are named by pointers of the loading threads,
-// so that gathered rows, experts, and two matrices side by side cost nothing here.
+// What it computes. sums[r, n] = sum over k of x[r, k] * w[n, k], fp32, where w = scale * code +
+// bias is rounded to A on its way into threadgroup memory. Rows and weight rows are named by
+// pointers of the loading threads, so that gathered rows, experts, and two matrices side by side
+// cost nothing here.
 //
-// Layout of threads. 128 threads; 16 rows: 1 x 4 simdgroups of 16 x 16, 32 rows: 2 x 2 of 16 x 32, 64 rows:
-// 2 x 2 of 32 x 32. A step covers 32 of k: a thread brings 16 codes of one weight row (8 or 16 bytes) and BM / 4
-// values of one row of x. The next step's bytes are loaded to registers before this step's product.
+// Layout of threads. 128 threads; 16 rows: 1 x 4 simdgroups of 16 x 16, 32 rows: 2 x 2 of 16 x 32,
+// 64 rows: 2 x 2 of 32 x 32. A step covers 32 of k: a thread brings 16 codes of one weight row (8
+// or 16 bytes) and BM / 4 values of one row of x. The next step's bytes are loaded to registers
+// before this step's product.
 //
-// Threadgroup memory: 80 (BM + 64) bytes for the operands, the same space for the fp32 result, 272 BM bytes.
-// Bytes: a threadgroup reads BM K values and 64 K codes with their scales; flops 128 BM K.
+// Threadgroup memory: 80 (BM + 64) bytes for the operands, the same space for the fp32 result, 272
+// BM bytes. Bytes: a threadgroup reads BM K values and 64 K codes with their scales; flops 128 BM
+// K.
 //
-// Function constants: 0 = bits of a code (4, 8, or 16 for weights of type A without scales), 1 = group size (32, 64 or
-// 128). K is a multiple of 32 and of the group; buffers are 16-byte aligned.
+// Function constants: 0 = bits of a code (4, 8, or 16 for weights of type A without scales), 1 =
+// group size (32, 64 or 128). K is a multiple of 32 and of the group; buffers are 16-byte aligned.
 #pragma once
 
 #include "prefill_common.h"
@@ -159,7 +162,8 @@ struct GemmShape {
       (kOperandBytes > kResultBytes ? kOperandBytes : kResultBytes) / 16;
 };
 
-// Leaves the fp32 result [BM, 64] in shared memory, row stride kGemmOutStride, visible to all threads.
+// Leaves the fp32 result [BM, 64] in shared memory, row stride kGemmOutStride, visible to all
+// threads.
 template <typename A, int BM, template <typename, int, int> class Tile>
 METAL_FUNC threadgroup float* gemm_tile(
     thread GemmLoader<A, BM>& loader,

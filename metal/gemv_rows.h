@@ -1,22 +1,25 @@
 // Products of 2 to 16 rows with quantized weights: each weight is read once and meets every row.
 //
 // What it computes, fp32 sums, weights unrounded (scale * code + bias in fp32):
-//   gemv_rows          y = rnd(x W^T), or fp32 unrounded, or rnd(h + rnd(x W^T)); x [rows, K], W [N, K]
+//   gemv_rows          y = rnd(x W^T), or fp32 unrounded, or rnd(h + rnd(x W^T)); x [rows, K], W
+//                      [N, K]
 //   gemv_rows_multi    up to four matrices with the same x and K (n = 0 for none)
 //   moe_gate_up_rows   act[s] = rnd(silu(gate_e x) * (up_e x)), s sorted assignments of routing.h
 //   moe_down_rows      down[order[s]] = down_e act[s], fp32
-// The expert kernels take one block map entry (block_rows >= MT) a threadgroup row, so that an expert that no
-// token chose costs nothing and one that several chose is read once.
+// The expert kernels take one block map entry (block_rows >= MT) a threadgroup row, so that an
+// expert that no token chose costs nothing and one that several chose is read once.
 //
-// Layout of threads. 128 threads. `lanes` (a power of two, at most 32, at most K / 16) neighbouring lanes share a weight row, 16
-// codes a lane a step; a lane holds R rows of weights and R x MT sums. The x of a step (16 lanes values a row)
-// is staged in threadgroup memory. R rows, 32 / lanes of them side by side, four simdgroups: a
-// threadgroup makes 4 R (32 / lanes) rows of W, half as many columns of act in moe_gate_up_rows.
+// Layout of threads. 128 threads. `lanes` (a power of two, at most 32, at most K / 16) neighbouring
+// lanes share a weight row, 16 codes a lane a step; a lane holds R rows of weights and R x MT sums.
+// The x of a step (16 lanes values a row) is staged in threadgroup memory. R rows, 32 / lanes of
+// them side by side, four simdgroups: a threadgroup makes 4 R (32 / lanes) rows of W, half as many
+// columns of act in moe_gate_up_rows.
 //
-// Threadgroup memory: 1 KB MT + 64 B. Bytes: W once; x ceil(N / rows a threadgroup) times, from cache.
-// Flops: 2 rows N K.
+// Threadgroup memory: 1 KB MT + 64 B. Bytes: W once; x ceil(N / rows a threadgroup) times, from
+// cache. Flops: 2 rows N K.
 //
-// Function constants: 0 = bits (4, 8, or 16 for weights of type A), 1 = group. K is a multiple of 16 and of the group.
+// Function constants: 0 = bits (4, 8, or 16 for weights of type A), 1 = group. K is a multiple of
+// 16 and of the group.
 #pragma once
 
 #include "prefill_common.h"
@@ -119,8 +122,8 @@ METAL_FUNC void decode_unit(thread const RawUnit& u, thread float4* w) {
   }
 }
 
-// sums[r * MT + m] = the lane's rows r times row m of x, equal in the `lanes` lanes of a weight row.
-// x_rows [MT] names the rows of x; xs holds 2 * MT * 32 words of 16 bytes.
+// sums[r * MT + m] = the lane's rows r times row m of x, equal in the `lanes` lanes of a weight
+// row. x_rows [MT] names the rows of x; xs holds 2 * MT * 32 words of 16 bytes.
 template <typename A, int R, int MT>
 METAL_FUNC void rows_product(
     const device A* x,

@@ -1,4 +1,5 @@
-// Instantiations of gemv_rows.h: <kernel>_<A>[_<output>]_m<most rows>; _m4 and _m8 hold four weight rows a lane, _m16 two.
+// Instantiations of gemv_rows.h: <kernel>_<A>[_<output>]_m<most rows>; _m4 and _m8 hold four weight
+// rows a lane, _m16 two.
 #include "gemv_rows.h"
 
 #define INSTANTIATE_GEMV_ROWS(NAME, A, ONAME, O, R, MT)                                   \

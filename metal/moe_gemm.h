@@ -1,19 +1,22 @@
 // The experts of a prefill chunk: grouped GEMMs over the sorted assignments of routing.h.
 //
-//   moe_gate_up  act[s] = rnd(silu(gate_e x) * (up_e x)) for each sorted assignment s of expert e; x is the token's
-//                row, gathered by order[s] / top_k. act [assignments, width] of A in sorted order.
-//                Ungrouped (grouped = 0): one expert, row s is token s (the shared expert).
+//   moe_gate_up  act[s] = rnd(silu(gate_e x) * (up_e x)) for each sorted assignment s of expert e;
+//                x is the token's row, gathered by order[s] / top_k. act [assignments, width] of A
+//                in sorted order. Ungrouped (grouped = 0): one expert, row s is token s (the shared
+//                expert).
 //   moe_down     down[order[s]] = down_e act[s], fp32 unrounded, rows in (token, slot) order.
-// Gate, up [E, width, hidden], down [E, hidden, width], affine codes. The combine is prefill_ops.h's.
+// Gate, up [E, width, hidden], down [E, hidden, width], affine codes. The combine is
+// prefill_ops.h's.
 //
-// Layout of threads. One threadgroup of 128 takes one entry of the block map (expert, first row), at most BM
-// rows, and 32 columns of gate with the same 32 of up side by side (moe_gate_up) or 64 columns (moe_down).
-// Grid: (width / 32 or ceil(hidden / 64), entries of the block map); a sentinel entry ends its threadgroup at once.
-// Ungrouped: second dimension ceil(rows / BM).
-// width is a multiple of 32, hidden of 32 and of the group.
+// Layout of threads. One threadgroup of 128 takes one entry of the block map (expert, first row),
+// at most BM rows, and 32 columns of gate with the same 32 of up side by side (moe_gate_up) or 64
+// columns (moe_down). Grid: (width / 32 or ceil(hidden / 64), entries of the block map); a sentinel
+// entry ends its threadgroup at once. Ungrouped: second dimension ceil(rows / BM). width is a
+// multiple of 32, hidden of 32 and of the group.
 //
-// Bytes, flops and threadgroup memory: gemm_tiles.h. An expert's weights are read once for each of its blocks; for 2048
-// tokens of the 35B shapes (64 rows an expert on average) that is 256 + E/2 blocks of 64 at most.
+// Bytes, flops and threadgroup memory: gemm_tiles.h. An expert's weights are read once for each of
+// its blocks; for 2048 tokens of the 35B shapes (64 rows an expert on average) that is 256 + E/2
+// blocks of 64 at most.
 #pragma once
 
 #include "gemm_tiles.h"

@@ -1,4 +1,5 @@
-// Instantiations of moe_gemm.h on Metal 4 tensor operations: nax_moe_{gate_up,down}_<A>_m<rows a block>.
+// Instantiations of moe_gemm.h on Metal 4 tensor operations: nax_moe_{gate_up,down}_<A>_m<rows a
+// block>.
 #include "moe_gemm.h"
 #include "moe_gemm_instances.h"
 #include "tile_mma_nax.h"

@@ -1,7 +1,7 @@
 // What the prefill kernels share beside common.h: loads and stores of four values of A at once.
 //
-// A is the activation type (bfloat or half). Sums, gates and states are fp32; a value is rounded to A
-// once, by the explicit cast A(x).
+// A is the activation type (bfloat or half). Sums, gates and states are fp32; a value is rounded to
+// A once, by the explicit cast A(x).
 #pragma once
 
 #include "common.h"

@@ -1,14 +1,14 @@
 // The row-wise operations of prefill that no GEMM takes along.
 //
-//   rms_norm_rows  x = rnd(h * rsqrt(mean h^2 + eps) * weight); a threadgroup of 256 a row, h read twice
-//                  (the second time from cache). Bytes: 4 H a row.
+//   rms_norm_rows  x = rnd(h * rsqrt(mean h^2 + eps) * weight); a threadgroup of 256 a row, h read
+//                  twice (the second time from cache). Bytes: 4 H a row.
 //   add_rows       h' = rnd(h + y). Bytes: 6 a value.
-//   swiglu_rows    act = rnd(silu(gate) * up) from fp32 products (for comparison: moe_gemm fuses it).
-//                  Bytes: 10 a value.
-//   moe_combine    y = sum over the k slots, in their order, of weight * down (fp32), then
-//                  + sigmoid(shared_gate) * shared_down; out = rnd(y), or rnd(h + rnd(y)) with a residual.
-//                  A threadgroup of 256 a token, four values a thread. Bytes: 4 (k + 1) H read, 2 to 4 H written
-//                  and read, a token.
+//   swiglu_rows    act = rnd(silu(gate) * up) from fp32 products (for comparison: moe_gemm fuses
+//                  it). Bytes: 10 a value.
+//   moe_combine    y = sum over the k slots, in their order, of weight * down (fp32), then +
+//                  sigmoid(shared_gate) * shared_down; out = rnd(y), or rnd(h + rnd(y)) with a
+//                  residual. A threadgroup of 256 a token, four values a thread. Bytes: 4 (k + 1) H
+//                  read, 2 to 4 H written and read, a token.
 // H and the counts of values are multiples of four.
 #pragma once
 

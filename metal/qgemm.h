@@ -1,15 +1,16 @@
 // Dense GEMM with quantized weights: y = rnd(x W^T), or fp32 unrounded, or rnd(h + rnd(x W^T)).
 //
-// x [rows, K] of A; W [N, K] affine codes with scales and biases [N, K / group] (or A itself: bits 16);
-// y [rows, N] of O (A or float); h [rows, N] of A where has_residual. Any rows and N; K as gemm_tiles.h says.
+// x [rows, K] of A; W [N, K] affine codes with scales and biases [N, K / group] (or A itself: bits
+// 16); y [rows, N] of O (A or float); h [rows, N] of A where has_residual. Any rows and N; K as
+// gemm_tiles.h says.
 //
 //   qgemm        one matrix; grid (ceil(N / 64), ceil(rows / BM))
-//   qgemm_multi  up to four matrices with the same x and K (n = 0 for none), side by side in the grid's
-//                first dimension: sum of ceil(n_i / 64)
+//   qgemm_multi  up to four matrices with the same x and K (n = 0 for none), side by side in the
+//                grid's first dimension: sum of ceil(n_i / 64)
 //   dequantize_rows  W as A in memory, 16 values a thread (for comparison, with bits 16 above)
 //
-// Layout, bytes and flops: gemm_tiles.h. x is read ceil(N / 64) times and W ceil(rows / BM) times, from cache
-// where it holds them.
+// Layout, bytes and flops: gemm_tiles.h. x is read ceil(N / 64) times and W ceil(rows / BM) times,
+// from cache where it holds them.
 #pragma once
 
 #include "gemm_tiles.h"

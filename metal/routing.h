@@ -2,11 +2,12 @@
 //
 // What it computes. For each of `tokens` rows of fp32 router logits: softmax over all experts, the
 // top_k experts by probability (ties to the lowest id), their weights (divided by their sum when
-// `renormalise`). Then a counting sort of the tokens * top_k assignments by expert; within an expert
-// the assignments stay in ascending (token, slot) order. No atomics: the order depends on the data alone.
-// Last, the block map: (expert, first sorted row) for each block of at most block_rows rows of one
-// expert, in expert order. It is sized by its maximum, ceil(tokens * top_k / block_rows) + experts; entries past the
-// last block hold kNoBlock, so that the grouped GEMM's grid needs no visit to the CPU.
+// `renormalise`). Then a counting sort of the tokens * top_k assignments by expert; within an
+// expert the assignments stay in ascending (token, slot) order. No atomics: the order depends on
+// the data alone. Last, the block map: (expert, first sorted row) for each block of at most
+// block_rows rows of one expert, in expert order. It is sized by its maximum, ceil(tokens * top_k /
+// block_rows) + experts; entries past the last block hold kNoBlock, so that the grouped GEMM's grid
+// needs no visit to the CPU.
 //
 // Layout of threads. Tokens come in blocks of 32, a threadgroup of 256 threads each; a simdgroup
 // serves four tokens, a lane holds EPL = ceil(experts / 32) logits (experts lane, lane + 32, ...).
@@ -15,9 +16,8 @@
 //   route_scatter  a threadgroup a token block: sorted position of each assignment
 //   route_small    all three for at most 32 tokens, one threadgroup
 //
-// Bytes: logits 4 T E read; ids and weights 8 T k written; counts 4 E T / 32 written, read, written, read;
-// order 4 T k. Flops: about 3 T E. For T = 2048, E = 256, k = 8: 2.7 MB, next to 6 MB of weights in
-// the smallest expert GEMM.
+// Bytes: logits 4 T E read; ids and weights 8 T k written; counts 4 E T / 32 written, read,
+// written, read; order 4 T k. Flops: about 3 T E. For T = 2048, E = 256, k = 8: 2.6 MB.
 #pragma once
 
 #include "prefill_common.h"
@@ -39,7 +39,8 @@ struct RouteParams {
   int max_blocks;
 };
 
-// Softmax and top-k of one row by one simdgroup. NaN logits give NaN weights but distinct, valid ids.
+// Softmax and top-k of one row by one simdgroup. NaN logits give NaN weights but distinct, valid
+// ids.
 template <int EPL>
 METAL_FUNC void route_token(
     const device float* logits,
@@ -101,7 +102,8 @@ METAL_FUNC void route_token(
   }
 }
 
-// Top-k of the 32 tokens of `block`; local_ids [32 * top_k] holds kNoExpert for tokens past the end.
+// Top-k of the 32 tokens of `block`; local_ids [32 * top_k] holds kNoExpert for tokens past the
+// end.
 template <int EPL>
 METAL_FUNC void route_block_topk(
     const device float* logits,
@@ -140,8 +142,8 @@ METAL_FUNC uint route_count(const threadgroup uint* local_ids, int n, uint exper
   return count;
 }
 
-// In: row_starts[e] = rows of expert e. Out: exclusive prefix sums of the rows and of the blocks, [experts + 1].
-// `partials` holds 2 * kRouteMaxExperts / 32 words.
+// In: row_starts[e] = rows of expert e. Out: exclusive prefix sums of the rows and of the blocks,
+// [experts + 1]. `partials` holds 2 * kRouteMaxExperts / 32 words.
 METAL_FUNC void route_prefix(
     threadgroup uint* row_starts,
     threadgroup uint* block_starts,
@@ -253,7 +255,8 @@ template <int EPL>
   }
 }
 
-// counts [blocks, experts] becomes the sorted position of each block's first assignment to each expert.
+// counts [blocks, experts] becomes the sorted position of each block's first assignment to each
+// expert.
 [[kernel]] void route_scan(
     device uint* counts [[buffer(0)]],
     device uint* offsets [[buffer(1)]],

@@ -1,15 +1,18 @@
-// One simdgroup's matrix tile over simdgroup_matrix (M1 and later): 8 TM rows by 8 TN columns, fp32 sums.
+// One simdgroup's matrix tile over simdgroup_matrix (M1 and later): 8 TM rows by 8 TN columns, fp32
+// sums.
 //
-// The interface that every GEMM here is written against; sibling files (tile_mma_nax.h) give the same one
-// for other matrix units:
+// The interface that every GEMM here is written against; sibling files (tile_mma_nax.h) give the
+// same one for other matrix units:
 //   start(lane)                 sums = 0; lane is the thread's index in its simdgroup
 //   multiply_nt<K>(x, w)        sums += X W^T, X [8 TM, K], W [8 TN, K], both in threadgroup memory
 //   multiply_nn<K>(x, w)        sums += X W,   W [K, 8 TN]
 //   multiply_tn<K>(x, w)        sums += X^T W, X [K, 8 TM], W [K, 8 TN]
 //   load(y) / store(y)          sums from / to threadgroup memory, fp32
-// Elements are reached through threadgroup memory alone: which lane holds which element is not documented.
+// Elements are reached through threadgroup memory alone: which lane holds which element is not
+// documented.
 //
-// Bytes: a multiply reads 8 (TM + TN) K values for 64 TM TN K multiply-adds. Registers: 2 TM TN fp32 a lane.
+// Bytes: a multiply reads 8 (TM + TN) K values for 64 TM TN K multiply-adds. Registers: 2 TM TN
+// fp32 a lane.
 #pragma once
 
 #include "common.h"

@@ -1,7 +1,7 @@
 """Numpy reference of the prefill kernels, one function a kernel family.
 
-Arrays are fp32 values (already representable in the activation type where that matters); `rnd` is the
-rounding to the activation type. Sums run in float64, so a kernel is judged against the exact result.
+Arrays are fp32 values (already representable in the activation type where that matters); `rnd` is
+the rounding to the activation type. Sums run in float64: a kernel is judged on the exact result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 
 def route(logits: np.ndarray, top_k: int, renormalise: bool) -> tuple[np.ndarray, np.ndarray]:
-    """logits [T, E] fp32 -> ids [T, k] by descending probability (ties: lowest id), weights [T, k]."""
+    """logits [T, E] -> ids [T, k] by descending probability (ties: lowest id), weights [T, k]."""
     x = logits.astype(np.float64)
     e = np.exp(x - x.max(1, keepdims=True))
     p = e / e.sum(1, keepdims=True)
@@ -43,7 +43,7 @@ def sort_by_expert(ids: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarra
 
 
 def block_map(offsets: np.ndarray, block_rows: int, max_blocks: int) -> np.ndarray:
-    """[max_blocks, 2] uint32 (expert, first sorted row), sentinel 0xffffffff past the last block."""
+    """[max_blocks, 2] uint32 (expert, first sorted row), 0xffffffff past the last block."""
     out = [
         (e, r)
         for e in range(len(offsets) - 1)
@@ -54,9 +54,9 @@ def block_map(offsets: np.ndarray, block_rows: int, max_blocks: int) -> np.ndarr
 
 
 def gated_delta(q, k, v, g, beta, state):
-    """DeltaNet recurrence. q, k [B, T, Hk, D], v [B, T, Hv, D], g, beta [B, T, Hv], state [B, Hv, D, D].
+    """DeltaNet recurrence. q, k [B, T, Hk, D], v [B, T, Hv, D], g, beta [B, T, Hv].
 
-    Returns y [B, T, Hv, D] and the new state, float64.
+    state [B, Hv, D, D]. Returns y [B, T, Hv, D] and the new state, float64.
     """
     q, k, v, g, beta = (np.asarray(x, np.float64) for x in (q, k, v, g, beta))
     s = np.array(state, np.float64)
@@ -118,7 +118,7 @@ def rotate(x, inv_freq, positions) -> np.ndarray:
 
 
 def combine(down, weights, shared_down, shared_gate, h, rnd: Round) -> np.ndarray:
-    """down [T, k, H], weights [T, k], shared_down [T, H] or None, shared_gate [T], h [T, H] or None."""
+    """down [T, k, H], weights [T, k], shared_gate [T]; shared_down and h [T, H] or None."""
     y = (np.float64(weights)[..., None] * down).sum(1)
     if shared_down is not None:
         y = y + sigmoid(shared_gate)[:, None] * shared_down

@@ -158,11 +158,12 @@ def test_head_counts_of_the_35b_model():
     assert_close(state, want_state, 2e-6)
 
 
+@pytest.mark.parametrize("a", TYPES)
 @pytest.mark.parametrize(
     "kernel,r", [("gdn_scan", 1), ("gdn_scan", 2), ("gdn_scan_block", 2), ("gdn_scan_norm", 4)]
 )
-def test_checked(kernel, r):
-    c = Case("bf16", 1, 18, 1, 1)
+def test_checked(a, kernel, r):
+    c = Case(a, 1, 18, 1, 1)
     y, _ = scan(c, kernel, r, "checked")
     if kernel == "gdn_scan":
-        check_norm(c, norm(c, y, "checked"), y, ULP["bf16"])
+        check_norm(c, norm(c, y, "checked"), y, ULP[a])

@@ -170,7 +170,9 @@ def test_expert_width_that_is_no_multiple_of_the_columns():
 @pytest.mark.parametrize("rows", [3, 7, 12])
 def test_checked(rows):
     dense("bf16", rows, 35, 320, residual=True, host="checked")
-    multi("bf16", rows, (5, 0, 7, 1), 64, host="checked")
+    dense("bf16", rows, 5, 64, output="fp32", host="checked")
+    multi("bf16", rows, (5, 3, 7, 1), 64, host="checked")
+    multi("bf16", rows, (5, 0, 7, 1), 64, output="fp32", host="checked")
     e = Experts("bf16", rows, 96, 32, 3, group=32)
     ids = np.zeros((rows, 1), int)
     ids[-1] = 2

@@ -119,7 +119,8 @@ def test_widths_of_the_bundled_model():
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
-def test_shared_expert_ungrouped(block):
+@pytest.mark.parametrize("host", ["cpu", "checked"])
+def test_shared_expert_ungrouped(block, host):
     for rows in (1, block, block + 1):
         e = Experts("bf16", rows, 128, 64, 1)
         act = np.zeros((rows, 64), np.uint16)
@@ -127,7 +128,7 @@ def test_shared_expert_ungrouped(block):
         p = ints(rows, 64, 128, 1, 0)
         buffers = [e.x, *e.gate[:3], *e.up[:3], nothing, nothing, nothing, act, p]
         grid = (2, -(-rows // block), 1)
-        run("moe_gemm", f"moe_gate_up_bf16_m{block}", buffers, grid, THREADS, "cpu", e.constants)
+        run("moe_gemm", f"moe_gate_up_bf16_m{block}", buffers, grid, THREADS, host, e.constants)
         want, _ = e.reference(np.zeros((rows, 1), int))
         assert_close(values(act, "bf16"), want[:, 0], ULP["bf16"] + FP32)
 

@@ -29,5 +29,6 @@ def test_experts(a, block):
 @pytest.mark.parametrize("block", [32, 64])
 def test_checked(block):
     dense.gemm("bf16", 3, 68, 64, block=block, residual=True, host="checked", prefix=NAX)
+    dense.multi("bf16", 3, (64, 1, 3, 5), 64, block=block, host="checked", prefix=NAX)
     e = moe.Experts("bf16", 5, 64, 64, 2)
     moe.check(e, moe.spread_ids(5, 1, 2), block, "checked", prefix=NAX)

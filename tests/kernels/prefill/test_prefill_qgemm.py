@@ -129,7 +129,8 @@ def test_several_matrices(a):
 
 @pytest.mark.parametrize("a", TYPES)
 @pytest.mark.parametrize("nbits,group", [(4, 64), (8, 64)])
-def test_separate_dequantization(a, nbits, group):
+@pytest.mark.parametrize("host", ["cpu", "checked"])
+def test_separate_dequantization(a, nbits, group, host):
     rng = np.random.default_rng(0)
     n, k = 70, 128
     w, s, b, full = quantize(rng, n, k, a, nbits, group)
@@ -138,7 +139,7 @@ def test_separate_dequantization(a, nbits, group):
     buffers = [w, s, b, out, np.array([runs], np.int32)]
     grid = (-(-runs // 256), 1, 1)
     kernel = f"dequantize_rows_{a}"
-    run("qgemm", kernel, buffers, grid, (256, 1, 1), "cpu", constants(nbits, group))
+    run("qgemm", kernel, buffers, grid, (256, 1, 1), host, constants(nbits, group))
     assert_close(values(out, a), rnd(full, a), ULP[a])
     x, y = normal(rng, (9, k), a), np.zeros((9, n), np.float32)
     buffers = [x, out.view(np.uint32), s, b, x, y, ints(9, n, k, 0)]
@@ -151,7 +152,9 @@ def test_separate_dequantization(a, nbits, group):
 def test_checked(block):
     gemm("bf16", block + 1, 68, 64, block=block, residual=True, host="checked")
     gemm("bf16", 2, 3, 64, block=block, output="fp32", host="checked")
-    multi("bf16", 3, (64, 1, 0, 5), 64, block=block, host="checked")
+    gemm("bf16", 2, 7, 64, block=block, residual=True, host="checked")
+    multi("bf16", 3, (64, 1, 3, 5), 64, block=block, host="checked")
+    multi("bf16", 3, (1, 0, 65, 0), 64, block=block, output="fp32", host="checked")
 
 
 def test_checked_formats():

@@ -93,18 +93,20 @@ def test_one_expert_gets_everything_and_the_rest_nothing(small):
     check(logits, top_k=1, small=small)
 
 
-def test_a_row_of_nan_poisons_its_weights_and_keeps_its_ids_valid():
+@pytest.mark.parametrize("host", ["cpu", "checked"])
+def test_a_row_of_nan_poisons_its_weights_and_keeps_its_ids_valid(host):
     logits = random_logits(33, 32)
     logits[1, 3] = np.nan
     logits[2] = np.nan
     logits[3, 1] = np.inf
-    ids, weights, order, _, _ = route_on_host(logits, 8, True, 16, "cpu", False)
+    ids, weights, order, _, _ = route_on_host(logits, 8, True, 16, host, False)
     assert np.isnan(weights[1:4]).all() and np.isfinite(weights[[0, 4]]).all()
     assert ids.max() < 32 and all(len(set(row)) == 8 for row in ids)
     np.testing.assert_array_equal(np.sort(order), np.arange(33 * 8))
 
 
-@pytest.mark.parametrize("experts", [32, 40, 256])
+@pytest.mark.parametrize("experts", [32, 40, 100, 256, 500])
 @pytest.mark.parametrize("small", [False, True])
 def test_checked(experts, small):
     check(random_logits(5 if small else 37, experts), host="checked", small=small)
+    check(random_logits(3, experts), 1, False, host="checked", small=small)

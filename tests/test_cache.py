@@ -1,4 +1,4 @@
-"""Who owns a cache: nothing that anybody else holds is ever written, and nothing is copied without need."""
+"""Who owns a cache: what anybody else holds is never written, and nothing is copied in vain."""
 
 import copy
 import pickle

@@ -88,12 +88,8 @@ def test_left_padded_rows_equal_rows_alone(shape):
     lengths = [9, 3, 1]
     alone = [models.prompt(ours, n, seed=n) for n in lengths]
     padding = [max(lengths) - n for n in lengths]
-    ids = mx.concatenate(
-        [
-            mx.concatenate([mx.full((1, p), 7), a], axis=1)
-            for p, a in zip(padding, alone, strict=True)
-        ]
-    )
+    pairs = list(zip(padding, alone, strict=True))
+    ids = mx.concatenate([mx.concatenate([mx.full((1, p), 7), a], axis=1) for p, a in pairs])
     for step in (9, 4, 1):
         caches = batched(ours.make_cache(), padding)
         rows = []

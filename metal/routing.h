@@ -142,8 +142,9 @@ METAL_FUNC uint route_count(const threadgroup uint* local_ids, int n, uint exper
   return count;
 }
 
-// In: row_starts[e] = rows of expert e. Out: exclusive prefix sums of the rows and of the blocks,
-// [experts + 1]. `partials` holds 2 * kRouteMaxExperts / 32 words.
+// In: row_starts[e] = rows of expert e, written by thread e % 256, which alone reads it. Out:
+// exclusive prefix sums of the rows and of the blocks, [experts + 1]. `partials` holds 2 *
+// kRouteMaxExperts / 32 words.
 METAL_FUNC void route_prefix(
     threadgroup uint* row_starts,
     threadgroup uint* block_starts,
@@ -276,7 +277,6 @@ template <int EPL>
     }
     row_starts[e] = rows;
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
   route_prefix(row_starts, block_starts, partials, p.experts, p.block_rows, sg, lane);
   for (int e = int(tid); e < p.experts; e += kRouteThreads) {
     uint start = row_starts[e];
@@ -332,7 +332,6 @@ template <int EPL>
   for (int e = int(tid); e < p.experts; e += kRouteThreads) {
     row_starts[e] = route_count(local_ids, n, uint(e));
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
   route_prefix(row_starts, block_starts, partials, p.experts, p.block_rows, sg, lane);
   for (int a = int(tid); a < n; a += kRouteThreads) {
     order[row_starts[local_ids[a]] + route_rank(local_ids, a)] = uint(a);

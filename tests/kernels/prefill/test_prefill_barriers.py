@@ -111,7 +111,7 @@ def test_scenario_passes_with_all_barriers(name, monkeypatch):
     CASES[name][1]()
 
 
-@pytest.mark.parametrize("name,index", barriers())
+@pytest.mark.parametrize("name,index", list(barriers()))
 def test_without_one_barrier(name, index, tmp_path, monkeypatch):
     for header in harness.KERNELS.glob("*.h"):
         shutil.copy(header, tmp_path)

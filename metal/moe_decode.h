@@ -1,0 +1,465 @@
+// The experts of one row, after the router's GEMV (gemv.h: fp32 logits, the shared expert's gate, the normalised row x).
+//
+// moe_gate_up  picks the experts (softmax over all, the kTopK most probable, ties to the lowest id), then for each of them
+//              and for the shared expert act = rnd(silu(gate_proj x) * (up_proj x)). The pick is done again by each
+//              threadgroup that needs it, in about 600 instructions, instead of in a dispatch of its own; the first
+//              threadgroup writes ids and weights for moe_down.
+// moe_down     y = sum over slots, in descending order of probability, of weight * (down_proj act), then
+//              + sigmoid(shared gate) * (shared down_proj act); out = rnd(h + rnd(y)). No atomics.
+// moe_route    the pick apart (ablation). The shared expert apart: moe_gate_up with kTopK = 0, a GEMV with fp32 results, and
+//              moe_down with kSharedGiven.
+//
+// Layout of threads. moe_gate_up: a threadgroup works on one slot; kUpLanes lanes share a row, a simdgroup does
+// kUpR * 32 / kUpLanes values of act, reading each one's gate row and up row; x is staged once a threadgroup.
+// moe_down: a threadgroup has a simdgroup a slot and does kDownR * 32 / kDownLanes output rows; a lane keeps its part of
+// the slot's act in registers for all of them. All loads of a block of rows are issued before one is used.
+// The pick: a simdgroup ranks 32 experts against each other by shuffles, the kTopK best of each 32 are ranked again.
+//
+// Bytes (35B, 4 bits, group 64): moe_gate_up 9 * 2 * 512 rows of 1152 = 10.6 MB; moe_down 2048 * 9 rows of 288 = 5.3 MB;
+// logits, x and act stay in the cache.
+//
+// Divisibility: experts a multiple of 32, up to 512; kTopK up to 16; hidden * bits / 128 by kUpLanes * kUpU;
+// each width * bits / 128 by kDownLanes * kDownU; lanes powers of two; kUpLanes at least kUpR; any width and any hidden size within that.
+#pragma once
+
+#include "common.h"
+
+namespace lily {
+
+constant int kExperts [[function_constant(80)]];
+constant int kTopK [[function_constant(81)]];  // 0: the shared expert alone
+constant bool kNormTopK [[function_constant(82)]];
+constant int kHidden [[function_constant(83)]];
+constant int kWidth [[function_constant(84)]];
+constant int kSharedWidth [[function_constant(85)]];  // 0: no shared expert here
+constant int kExpertBits [[function_constant(86)]];
+constant int kSharedBits [[function_constant(87)]];
+constant int kMoeGroup [[function_constant(88)]];
+constant int kUpLanes [[function_constant(89)]];
+constant int kUpR [[function_constant(90)]];
+constant int kUpU [[function_constant(91)]];
+constant int kUpSimdgroups [[function_constant(92)]];  // also of moe_route; 1 to 16
+constant int kDownLanes [[function_constant(93)]];
+constant int kDownR [[function_constant(94)]];
+constant int kDownU [[function_constant(95)]];
+// Which arguments exist.
+constant bool kHasExperts [[function_constant(96)]];     // kTopK > 0
+constant bool kHasShared [[function_constant(97)]];      // kSharedWidth > 0
+constant bool kExpertScales [[function_constant(98)]];   // kHasExperts and kExpertBits <= 8
+constant bool kSharedScales [[function_constant(99)]];   // kHasShared and kSharedBits <= 8
+constant bool kSelect [[function_constant(100)]];        // moe_gate_up picks, and writes ids and weights
+constant bool kGivenIds [[function_constant(101)]];      // moe_gate_up reads ids
+constant bool kSharedGiven [[function_constant(102)]];   // moe_down adds a shared product made elsewhere
+constant bool kSharedGate [[function_constant(103)]];    // moe_down: kHasShared or kSharedGiven
+
+constant constexpr int kMaxTopK = 16;
+constant constexpr int kMaxChunks = 16;    // of 32 experts
+constant constexpr int kMaxDownRows = 64;  // output rows of a threadgroup of moe_down
+
+// ---------------------------------------------------------------- the pick
+
+// Threadgroup memory of pick_experts.
+struct Picks {
+  threadgroup float* values;      // [kMaxChunks * kMaxTopK] candidates
+  threadgroup uint* candidates;   // their experts
+  threadgroup uint* ids;          // [kMaxTopK], most probable first
+  threadgroup float* weights;     // [kMaxTopK], not yet divided by their sum
+};
+
+// Softmax of logits and the kTopK best. A NaN counts as less than all others, so ids are always distinct and valid.
+// Ends with a barrier.
+METAL_FUNC void pick_experts(
+    thread const Picks& picks,
+    device const float* logits,
+    uint tid,
+    uint simdgroup,
+    uint lane,
+    int simdgroups) {
+  const int chunks = kExperts / 32;
+  float top = minus_infinity();
+  for (int i = 0; i < chunks; ++i) {
+    top = max(top, logits[i * 32 + int(lane)]);
+  }
+  top = group_max(top);
+  float sum = 0.0f;
+  for (int i = 0; i < chunks; ++i) {
+    sum += precise::exp(logits[i * 32 + int(lane)] - top);
+  }
+  sum = group_sum(sum, 32);
+  for (int i = int(simdgroup); i < chunks; i += simdgroups) {
+    const float p = precise::exp(logits[i * 32 + int(lane)] - top) / sum;
+    const float value = isnan(p) ? -1.0f : p;
+    int rank = 0;
+    for (uint j = 0; j < 32; ++j) {
+      rank += ranks_before(simd_shuffle(value, ushort(j)), j, value, lane) ? 1 : 0;
+    }
+    if (rank < kTopK) {
+      picks.values[i * kTopK + rank] = value;
+      picks.candidates[i * kTopK + rank] = uint(i * 32) + lane;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  // Four neighbouring lanes rank a candidate against a quarter each of the others.
+  const int count = chunks * kTopK;
+  const int part = int(tid) % 4;
+  for (int first = 0; first < count; first += simdgroups * 8) {
+    const int own = first + int(tid) / 4;
+    const float value = picks.values[min(own, count - 1)];
+    const uint id = picks.candidates[min(own, count - 1)];
+    int rank = 0;
+    for (int j = part; j < count; j += 4) {
+      rank += ranks_before(picks.values[j], picks.candidates[j], value, id) ? 1 : 0;
+    }
+    rank += simd_shuffle_xor(rank, ushort(1));
+    rank += simd_shuffle_xor(rank, ushort(2));
+    if (part == 0 && own < count && rank < kTopK) {
+      picks.ids[rank] = id;
+      picks.weights[rank] = value;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// Writes the picked ids and their final weights, by the first kTopK threads.
+METAL_FUNC void write_route(
+    thread const Picks& picks, device uint* ids, device float* weights, uint tid) {
+  if (int(tid) >= kTopK) {
+    return;
+  }
+  float sum = 0.0f;
+  for (int i = 0; i < kTopK; ++i) {
+    sum += picks.weights[i];
+  }
+  ids[tid] = picks.ids[tid];
+  weights[tid] = kNormTopK ? picks.weights[tid] / sum : picks.weights[tid];
+}
+
+// ---------------------------------------------------------------- gate, up, SwiGLU
+
+template <typename A>
+struct Rows3 {
+  device const uint* w;
+  device const A* scales;
+  device const A* biases;
+};
+
+// Gate and up tiles against the same part of x.
+template <typename A, int R, int U, int CODES>
+METAL_FUNC void add_tile_pair(
+    thread const Tile<A, R, U>& gate,
+    thread const Tile<A, R, U>& up,
+    StagedRow<A> x,
+    int first_unit,
+    int lanes,
+    thread float* gate_sum,
+    thread float* up_sum) {
+  for (int u = 0; u < U; ++u) {
+    UnitX<CODES> v;
+    load_unit_x(x, first_unit + u * lanes, v);
+    for (int r = 0; r < R; ++r) {
+      const int i = r * U + u;
+      gate_sum[r] = add_unit(gate.q[i], gate.scale[i], gate.bias[i], v, gate_sum[r]);
+      up_sum[r] = add_unit(up.q[i], up.scale[i], up.bias[i], v, up_sum[r]);
+    }
+  }
+}
+
+// Rows block * rows_a_simdgroup ... of one expert; first_row is the expert's first row in its matrices.
+template <typename A, int R, int U>
+METAL_FUNC void gate_up_body(
+    Rows3<A> gate,
+    Rows3<A> up,
+    device A* act,
+    StagedRow<A> x,
+    int first_row,
+    int width,
+    int bits,
+    int block,
+    uint lane) {
+  constexpr int kPlain = 16 / int(sizeof(A));
+  const int lanes = at_least_1(kUpLanes);
+  const int sub_row = int(lane) / lanes;
+  const int sub_lane = int(lane) % lanes;
+  const int row0 = block * R * (32 / lanes) + sub_row;
+  const int units = kHidden * bits / 128;
+  const int groups = kHidden / at_least_1(kMoeGroup);
+  const int chunks = units / (lanes * U);
+  int rows[R];
+  float gate_sum[R];
+  float up_sum[R];
+  for (int r = 0; r < R; ++r) {
+    rows[r] = first_row + min(row0 + r * (32 / lanes), width - 1);
+    gate_sum[r] = 0.0f;
+    up_sum[r] = 0.0f;
+  }
+  Tile<A, R, U> gate_tile;
+  Tile<A, R, U> up_tile;
+  load_tile(gate_tile, gate.w, gate.scales, gate.biases, rows, units, groups, bits, kMoeGroup, sub_lane, lanes);
+  load_tile(up_tile, up.w, up.scales, up.biases, rows, units, groups, bits, kMoeGroup, sub_lane, lanes);
+  for (int c = 0; c < chunks; ++c) {
+    const Tile<A, R, U> g = gate_tile;
+    const Tile<A, R, U> p = up_tile;
+    const int unit = sub_lane + c * lanes * U;
+    if (c + 1 < chunks) {
+      const int next = unit + lanes * U;
+      load_tile(gate_tile, gate.w, gate.scales, gate.biases, rows, units, groups, bits, kMoeGroup, next, lanes);
+      load_tile(up_tile, up.w, up.scales, up.biases, rows, units, groups, bits, kMoeGroup, next, lanes);
+    }
+    if (bits == 4) {
+      add_tile_pair<A, R, U, 32>(g, p, x, unit, lanes, gate_sum, up_sum);
+    } else if (bits == 8) {
+      add_tile_pair<A, R, U, 16>(g, p, x, unit, lanes, gate_sum, up_sum);
+    } else {
+      add_tile_pair<A, R, U, kPlain>(g, p, x, unit, lanes, gate_sum, up_sum);
+    }
+  }
+  float g = 0.0f;
+  float p = 0.0f;
+  for (int r = 0; r < R; ++r) {
+    const float gate_total = group_sum(gate_sum[r], lanes);
+    const float up_total = group_sum(up_sum[r], lanes);
+    g = sub_lane == r ? gate_total : g;
+    p = sub_lane == r ? up_total : p;
+  }
+  const int row = row0 + sub_lane * (32 / lanes);
+  if (sub_lane < R && row < width) {
+    act[row] = A(silu(g) * p);
+  }
+}
+
+#define LILY_UP_SHAPES(CASE) CASE(1, 1) CASE(1, 2) CASE(2, 1) CASE(2, 2) CASE(4, 1)
+
+// Grid: kTopK * ceil(kWidth / rows) + ceil(kSharedWidth / rows), rows = kUpSimdgroups * kUpR * 32 / kUpLanes.
+// KMAX bounds the hidden size: it sizes the threadgroup memory.
+template <typename A, int KMAX>
+[[kernel]] void moe_gate_up(
+    device const A* x [[buffer(0)]],
+    device const float* logits [[buffer(1), function_constant(kSelect)]],
+    device const uint* given_ids [[buffer(2), function_constant(kGivenIds)]],
+    device const uint* gate_w [[buffer(3), function_constant(kHasExperts)]],  // [experts][width][...]
+    device const A* gate_scales [[buffer(4), function_constant(kExpertScales)]],
+    device const A* gate_biases [[buffer(5), function_constant(kExpertScales)]],
+    device const uint* up_w [[buffer(6), function_constant(kHasExperts)]],
+    device const A* up_scales [[buffer(7), function_constant(kExpertScales)]],
+    device const A* up_biases [[buffer(8), function_constant(kExpertScales)]],
+    device const uint* shared_gate_w [[buffer(9), function_constant(kHasShared)]],
+    device const A* shared_gate_scales [[buffer(10), function_constant(kSharedScales)]],
+    device const A* shared_gate_biases [[buffer(11), function_constant(kSharedScales)]],
+    device const uint* shared_up_w [[buffer(12), function_constant(kHasShared)]],
+    device const A* shared_up_scales [[buffer(13), function_constant(kSharedScales)]],
+    device const A* shared_up_biases [[buffer(14), function_constant(kSharedScales)]],
+    device A* act [[buffer(15)]],  // [kTopK][kWidth], then [kSharedWidth]
+    device uint* ids [[buffer(16), function_constant(kSelect)]],
+    device float* weights [[buffer(17), function_constant(kSelect)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint tid [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup uint4 words[KMAX * sizeof(A) / 16];
+  threadgroup float2 sums[KMAX / 8];
+  threadgroup float values[kMaxChunks * kMaxTopK];
+  threadgroup uint candidates[kMaxChunks * kMaxTopK];
+  threadgroup uint picked_ids[kMaxTopK];
+  threadgroup float picked_weights[kMaxTopK];
+  StagedRow<A> row;
+  row.words = words;
+  row.sums = sums;
+  Picks picks;
+  picks.values = values;
+  picks.candidates = candidates;
+  picks.ids = picked_ids;
+  picks.weights = picked_weights;
+
+  const int rows = kUpSimdgroups * kUpR * (32 / at_least_1(kUpLanes));
+  const int slot_groups = (kWidth + rows - 1) / at_least_1(rows);
+  const bool shared = kHasShared && int(group.x) >= kTopK * slot_groups;
+  const int slot = shared ? kTopK : int(group.x) / at_least_1(slot_groups);
+  const int block = (int(group.x) - slot * slot_groups) * kUpSimdgroups + int(simdgroup);
+
+  stage_row(
+      row, x, x, act, kHidden, false, false, 0.0f, values, tid, simdgroup, lane, kUpSimdgroups);
+  int expert = 0;
+  if (!shared && kSelect) {
+    pick_experts(picks, logits, tid, simdgroup, lane, kUpSimdgroups);
+    expert = int(picked_ids[slot]);
+    if (group.x == 0) {
+      write_route(picks, ids, weights, tid);
+    }
+  } else if (!shared && kGivenIds) {
+    expert = int(given_ids[slot]);
+  }
+  Rows3<A> gate;
+  Rows3<A> up;
+  gate.w = shared ? shared_gate_w : gate_w;
+  gate.scales = shared ? shared_gate_scales : gate_scales;
+  gate.biases = shared ? shared_gate_biases : gate_biases;
+  up.w = shared ? shared_up_w : up_w;
+  up.scales = shared ? shared_up_scales : up_scales;
+  up.biases = shared ? shared_up_biases : up_biases;
+  const int width = shared ? kSharedWidth : kWidth;
+  const int bits = shared ? kSharedBits : kExpertBits;
+#define LILY_CASE(R, U)                                                                          \
+  if (kUpR == R && kUpU == U) {                                                                  \
+    gate_up_body<A, R, U>(                                                                       \
+        gate, up, act + slot * kWidth, row, expert * kWidth, width, bits, block, lane);          \
+  }
+  LILY_UP_SHAPES(LILY_CASE)
+#undef LILY_CASE
+}
+
+// ---------------------------------------------------------------- down, combine, residual
+
+// The part of a row in device memory that meets unit `unit`.
+template <typename A, int CODES>
+METAL_FUNC void load_unit_x(device const A* x, int unit, thread UnitX<CODES>& v) {
+  device const uint4* p = (device const uint4*)(x + unit * CODES);
+  constexpr int kValues = 16 / int(sizeof(A));
+  for (int i = 0; i < CODES / kValues; ++i) {
+    widen(p[i], v.x + i * kValues, A(0.0f));
+  }
+  v.even = 0.0f;
+  v.odd = 0.0f;
+  for (int i = 0; i < CODES; i += 2) {
+    v.even += v.x[i];
+    v.odd += v.x[i + 1];
+  }
+}
+
+template <typename A, int R, int U, int CODES>
+METAL_FUNC void add_tile_of_act(
+    thread const Tile<A, R, U>& t, device const A* act, int first_unit, int lanes, thread float* sum) {
+  for (int u = 0; u < U; ++u) {
+    UnitX<CODES> v;
+    load_unit_x(act, first_unit + u * lanes, v);
+    for (int r = 0; r < R; ++r) {
+      const int i = r * U + u;
+      sum[r] = add_unit(t.q[i], t.scale[i], t.bias[i], v, sum[r]);
+    }
+  }
+}
+
+// One slot's products for the threadgroup's rows, to threadgroup memory.
+template <typename A, int R, int U>
+METAL_FUNC void down_body(
+    Rows3<A> down,
+    device const A* act,
+    threadgroup float* products,
+    int first_row,
+    int row0,
+    int width,
+    int bits,
+    uint lane) {
+  constexpr int kPlain = 16 / int(sizeof(A));
+  const int lanes = at_least_1(kDownLanes);
+  const int sub_row = int(lane) / lanes;
+  const int sub_lane = int(lane) % lanes;
+  const int units = width * bits / 128;
+  const int groups = width / at_least_1(kMoeGroup);
+  const int chunks = units / (lanes * U);
+  int rows[R];
+  float sum[R];
+  for (int r = 0; r < R; ++r) {
+    rows[r] = first_row + min(row0 + sub_row + r * (32 / lanes), kHidden - 1);
+    sum[r] = 0.0f;
+  }
+  for (int c = 0; c < chunks; ++c) {
+    const int unit = sub_lane + c * lanes * U;
+    Tile<A, R, U> t;
+    load_tile(t, down.w, down.scales, down.biases, rows, units, groups, bits, kMoeGroup, unit, lanes);
+    if (bits == 4) {
+      add_tile_of_act<A, R, U, 32>(t, act, unit, lanes, sum);
+    } else if (bits == 8) {
+      add_tile_of_act<A, R, U, 16>(t, act, unit, lanes, sum);
+    } else {
+      add_tile_of_act<A, R, U, kPlain>(t, act, unit, lanes, sum);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    const float total = group_sum(sum[r], lanes);
+    if (sub_lane == 0) {
+      products[r * (32 / lanes) + sub_row] = total;
+    }
+  }
+}
+
+#define LILY_DOWN_SHAPES(CASE) CASE(1, 1) CASE(2, 1) CASE(4, 1) CASE(8, 1) CASE(2, 2) CASE(4, 2)
+
+// Grid: ceil(hidden / rows), rows = kDownR * 32 / kDownLanes, at most 64; threads: 32 * (kTopK + 1 if kHasShared), at
+// least `rows`.
+template <typename A>
+[[kernel]] void moe_down(
+    device const A* act [[buffer(0)]],
+    device const uint* ids [[buffer(1), function_constant(kHasExperts)]],
+    device const float* weights [[buffer(2), function_constant(kHasExperts)]],
+    device const uint* down_w [[buffer(3), function_constant(kHasExperts)]],  // [experts][hidden][...]
+    device const A* down_scales [[buffer(4), function_constant(kExpertScales)]],
+    device const A* down_biases [[buffer(5), function_constant(kExpertScales)]],
+    device const uint* shared_down_w [[buffer(6), function_constant(kHasShared)]],
+    device const A* shared_down_scales [[buffer(7), function_constant(kSharedScales)]],
+    device const A* shared_down_biases [[buffer(8), function_constant(kSharedScales)]],
+    device const float* shared_gate [[buffer(9), function_constant(kSharedGate)]],      // [1], a logit
+    device const float* shared_product [[buffer(10), function_constant(kSharedGiven)]],  // [hidden]
+    device const A* h [[buffer(11)]],
+    device A* out [[buffer(12)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint tid [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup float products[(kMaxTopK + 1) * kMaxDownRows];
+  const int rows = kDownR * (32 / at_least_1(kDownLanes));
+  const int row0 = int(group.x) * rows;
+  const int slot = int(simdgroup);
+  const bool shared = kHasShared && slot == kTopK;
+  int first_row = 0;
+  if (kHasExperts && !shared) {
+    first_row = int(ids[slot]) * kHidden;
+  }
+  Rows3<A> down;
+  down.w = shared ? shared_down_w : down_w;
+  down.scales = shared ? shared_down_scales : down_scales;
+  down.biases = shared ? shared_down_biases : down_biases;
+#define LILY_CASE(R, U)                                                                           \
+  if (kDownR == R && kDownU == U) {                                                               \
+    down_body<A, R, U>(                                                                           \
+        down, act + slot * kWidth, products + slot * kMaxDownRows, first_row, row0,               \
+        shared ? kSharedWidth : kWidth, shared ? kSharedBits : kExpertBits, lane);                \
+  }
+  LILY_DOWN_SHAPES(LILY_CASE)
+#undef LILY_CASE
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const int row = row0 + int(tid);
+  if (int(tid) < rows && row < kHidden) {
+    float y = 0.0f;
+    for (int s = 0; s < kTopK; ++s) {
+      y = fma(weights[s], products[s * kMaxDownRows + int(tid)], y);
+    }
+    if (kSharedGate) {
+      const float p = kHasShared ? products[kTopK * kMaxDownRows + int(tid)] : shared_product[row];
+      y = fma(sigmoid(shared_gate[0]), p, y);
+    }
+    out[row] = A(float(h[row]) + float(A(y)));
+  }
+}
+
+}  // namespace lily
+
+// One threadgroup of kUpSimdgroups simdgroups.
+[[kernel]] void moe_route(
+    device const float* logits [[buffer(0)]],
+    device uint* ids [[buffer(1)]],
+    device float* weights [[buffer(2)]],
+    uint tid [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup float values[lily::kMaxChunks * lily::kMaxTopK];
+  threadgroup uint candidates[lily::kMaxChunks * lily::kMaxTopK];
+  threadgroup uint picked_ids[lily::kMaxTopK];
+  threadgroup float picked_weights[lily::kMaxTopK];
+  lily::Picks picks;
+  picks.values = values;
+  picks.candidates = candidates;
+  picks.ids = picked_ids;
+  picks.weights = picked_weights;
+  lily::pick_experts(picks, logits, tid, simdgroup, lane, lily::kUpSimdgroups);
+  lily::write_route(picks, ids, weights, tid);
+}

@@ -19,7 +19,7 @@ from lily_mlx.prompts import PASSAGE
 CPU_DEFAULTS = ([32, 128], 24)
 GPU_DEFAULTS = ([256, 1024, 4096], 64)
 
-OPENING = "It is a truth universally acknowledged, that"
+OPENING = "She looked out at the sea, and"
 
 
 def length(text: str) -> int:
@@ -150,17 +150,26 @@ def write_passage(engine: compare.Engine, bundled: bool, tokens: int = 80) -> No
         from lily_mlx import stream_generate
     else:
         from mlx_lm import stream_generate
-    prompt: Any = OPENING
-    if not bundled and engine.tokenizer.has_chat_template:
+    tokenizer = engine.tokenizer
+    shown = OPENING
+    ids = tokenizer.encode(OPENING)
+    if not bundled and tokenizer.has_chat_template:
         message = [{"role": "user", "content": "Describe the sea in one paragraph."}]
-        prompt = engine.tokenizer.apply_chat_template(message, add_generation_prompt=True)
-    shown = prompt if isinstance(prompt, str) else ""
+        shown, ids = "", tokenizer.apply_chat_template(message, add_generation_prompt=True)
     print(f"{engine.name} writes:\n\n{shown}", end="", flush=True)
+    before = len(tokenizer.decode(ids)) if not shown else len(shown)
     mx.random.seed(0)
     for part in stream_generate(
-        engine.model, engine.tokenizer, prompt, tokens, sampler=make_sampler(0.6, top_p=0.9)
+        engine.model, tokenizer, ids, tokens, sampler=make_sampler(0.6, top_p=0.9)
     ):
-        print(part.text, end="", flush=True)
+        if part.finish_reason == "stop":
+            break
+        ids.append(part.token)
+        # Of the whole: mlx-lm's streaming decoder drops the space before the first word.
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):  # the middle of a character
+            print(text[before:], end="", flush=True)
+            before = len(text)
     print("\n")
 
 

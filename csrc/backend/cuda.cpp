@@ -1,0 +1,247 @@
+#include "backend/cuda.h"
+
+#include <algorithm>
+#include <fstream>
+#include <iterator>
+#include <stdexcept>
+#include <vector>
+
+#include "mlx/backend/cuda/utils.h"
+
+namespace lily {
+namespace {
+
+// What a launch of one dispatch needs: pointers to its parameters, which `storage` keeps.
+class Parameters {
+ public:
+  Parameters(const Bindings& bindings, const Dispatch& d) {
+    // The entry takes the kernel's buffer arguments in index order: a pointer, or the value itself
+    // for a reference.
+    std::vector<const ArgumentLayout*> buffers;
+    std::vector<int> groups;
+    for (const ArgumentLayout& a : d.kernel->arguments) {
+      if (a.space == Space::threadgroup) {
+        groups.push_back(a.index);
+      } else {
+        buffers.push_back(&a);
+      }
+    }
+    auto by_index = [](auto* a, auto* b) { return a->index < b->index; };
+    std::sort(buffers.begin(), buffers.end(), by_index);
+    std::sort(groups.begin(), groups.end());
+    for (const ArgumentLayout* a : buffers) {
+      const bool by_value = a->space == Space::constant && a->type.find('&') != std::string::npos;
+      if (by_value) {
+        value(d, bindings, *a);
+      } else {
+        pointer(d, bindings, *a);
+      }
+    }
+    for (size_t i = 0; i < groups.size(); ++i) {
+      if (i > 0) {
+        const uint32_t offset = shared_bytes_;
+        put(&offset, sizeof offset);
+      }
+      for (const ThreadgroupMemory& t : d.threadgroup) {
+        if (t.index == groups[i]) {
+          shared_bytes_ += static_cast<uint32_t>((t.bytes + 15) / 16 * 16);
+        }
+      }
+    }
+    for (auto& bytes : storage_) {
+      pointers_.push_back(bytes.data());
+    }
+  }
+
+  void** data() {
+    return pointers_.data();
+  }
+  uint32_t shared_bytes() const {
+    return shared_bytes_;
+  }
+
+ private:
+  void put(const void* data, size_t bytes) {
+    const auto* p = static_cast<const char*>(data);
+    storage_.emplace_back(p, p + bytes);
+  }
+
+  void pointer(const Dispatch& d, const Bindings& bindings, const ArgumentLayout& a) {
+    uint64_t address = 0;  // an argument that the constants rule out
+    for (const BufferArgument& b : d.buffers) {
+      if (b.index == a.index) {
+        const Place place = bindings.place(b);
+        address = reinterpret_cast<uint64_t>(place.buffer.base) + place.offset;
+      }
+    }
+    put(&address, sizeof address);
+  }
+
+  void value(const Dispatch& d, const Bindings& bindings, const ArgumentLayout& a) {
+    for (const ScalarArgument& s : d.scalars) {
+      if (s.index == a.index) {
+        const auto& bytes = bindings.scalar(s.scalar).bytes;
+        return put(bytes.data(), bytes.size());
+      }
+    }
+    for (const ValueArgument& v : d.values) {
+      if (v.index == a.index) {
+        return put(v.value.bytes.data(), v.value.bytes.size());
+      }
+    }
+    for (const BufferArgument& b : d.buffers) {
+      if (b.index == a.index) {
+        throw std::runtime_error("kernel '" + d.kernel->name + "' takes '" + a.name +
+                                 "' by value on this backend; a buffer was bound to it");
+      }
+    }
+    const std::vector<char> none(std::max<size_t>(a.size, 4));
+    put(none.data(), none.size());
+  }
+
+  std::vector<std::vector<char>> storage_;
+  std::vector<void*> pointers_;
+  uint32_t shared_bytes_ = 0;
+};
+
+// Above this, a kernel must be told that it may use the memory.
+constexpr uint32_t kSharedByDefault = 48 << 10;
+
+void allow_shared(CUfunction f, uint32_t bytes, const std::string& name) {
+  if (bytes > kSharedByDefault) {
+    check_cuda(cuFuncSetAttribute(f, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                  static_cast<int>(bytes)),
+               "shared memory of " + name);
+  }
+}
+
+}  // namespace
+
+void check_cuda(CUresult result, const std::string& what) {
+  if (result != CUDA_SUCCESS) {
+    const char* text = nullptr;
+    cuGetErrorString(result, &text);
+    throw std::runtime_error("lily_mlx, NVIDIA: " + what + ": " +
+                             (text != nullptr ? text : "unknown error"));
+  }
+}
+
+char* device_pointer(const mlx::core::array& a) {
+  return static_cast<char*>(mlx::core::gpu_ptr<void>(a));
+}
+
+Buffer device_buffer(const mlx::core::array& a) {
+  return {reinterpret_cast<uint64_t>(a.buffer().ptr()), device_pointer(a), a.nbytes()};
+}
+
+void CudaKernels::add(const std::string& key, const std::string& file, const std::string& entry) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  entries_[key] = {file, entry, nullptr};
+}
+
+CUfunction CudaKernels::at(const Pipeline& pipeline) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto it = entries_.find(pipeline.key);
+  if (it == entries_.end()) {
+    throw std::runtime_error(
+        "kernel '" + pipeline.kernel->name +
+        "' was not compiled for NVIDIA with these constants (" + pipeline.key +
+        "); run python -m lily_mlx.ptx, or load the model with engine=\"stock\"");
+  }
+  Entry& entry = it->second;
+  if (entry.function == nullptr) {
+    CUmodule& module = modules_[entry.file];
+    if (module == nullptr) {
+      std::ifstream in(entry.file, std::ios::binary);
+      std::string text((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
+      if (!in) {
+        throw std::runtime_error("cannot read " + entry.file + "; install lily_mlx again");
+      }
+      check_cuda(cuModuleLoadData(&module, text.c_str()), "loading " + entry.file);
+    }
+    check_cuda(cuModuleGetFunction(&entry.function, module, entry.name.c_str()),
+               "finding " + entry.name);
+  }
+  return entry.function;
+}
+
+CudaKernels& cuda_kernels() {
+  static CudaKernels* kernels = new CudaKernels;  // modules go with the process
+  return *kernels;
+}
+
+Buffer CudaEncoder::use(const mlx::core::array& a) {
+  Buffer buffer = device_buffer(a);
+  arrays_.insert_or_assign(buffer.id, a);
+  return buffer;
+}
+
+void CudaEncoder::encode(const Program& program, const Bindings& bindings) {
+  encoder_.device().make_current();
+  for (int index : bindings.schedule().order) {
+    const Dispatch& d = program.dispatches()[index];
+    CUfunction f = cuda_kernels().at(program.pipelines()[d.pipeline]);
+    Parameters parameters(bindings, d);
+    allow_shared(f, parameters.shared_bytes(), d.kernel->name);
+    for (const BufferArgument& a : d.buffers) {
+      const mlx::core::array& array = arrays_.at(bindings.place(a).buffer.id);
+      if (reads(a.access)) {
+        encoder_.set_input_array(array);
+      }
+      if (writes(a.access)) {
+        encoder_.set_output_array(array);
+      }
+    }
+    dim3 grid(bindings.extent(d.grid_size[0]), bindings.extent(d.grid_size[1]),
+              bindings.extent(d.grid_size[2]));
+    dim3 group(d.group_size[0], d.group_size[1], d.group_size[2]);
+    encoder_.add_kernel_node_raw(f, grid, group, {}, parameters.shared_bytes(), parameters.data());
+  }
+}
+
+CudaGraph::CudaGraph(const Program& program, const Bindings& bindings) {
+  CUgraph graph = nullptr;
+  check_cuda(cuGraphCreate(&graph, 0), "creating a graph");
+  try {
+    const Schedule& schedule = bindings.schedule();
+    std::vector<CUgraphNode> nodes(program.dispatches().size());
+    for (int index : schedule.order) {
+      const Dispatch& d = program.dispatches()[index];
+      Parameters parameters(bindings, d);
+      CUDA_KERNEL_NODE_PARAMS node = {};
+      node.func = cuda_kernels().at(program.pipelines()[d.pipeline]);
+      node.gridDimX = bindings.extent(d.grid_size[0]);
+      node.gridDimY = bindings.extent(d.grid_size[1]);
+      node.gridDimZ = bindings.extent(d.grid_size[2]);
+      node.blockDimX = d.group_size[0];
+      node.blockDimY = d.group_size[1];
+      node.blockDimZ = d.group_size[2];
+      node.sharedMemBytes = parameters.shared_bytes();
+      node.kernelParams = parameters.data();
+      allow_shared(node.func, node.sharedMemBytes, d.kernel->name);
+      std::vector<CUgraphNode> before;
+      for (int p : schedule.predecessors[index]) {
+        before.push_back(nodes[p]);
+      }
+      check_cuda(cuGraphAddKernelNode(&nodes[index], graph, before.data(), before.size(), &node),
+                 "adding " + d.kernel->name + " (" + d.name + ")");
+    }
+    check_cuda(cuGraphInstantiate(&executable_, graph, 0), "instantiating " + program.name());
+  } catch (...) {
+    cuGraphDestroy(graph);
+    throw;
+  }
+  cuGraphDestroy(graph);
+}
+
+CudaGraph::~CudaGraph() {
+  if (executable_ != nullptr) {
+    cuGraphExecDestroy(executable_);
+  }
+}
+
+void CudaGraph::launch(CUstream stream) {
+  check_cuda(cuGraphLaunch(executable_, stream), "launching a graph");
+}
+
+}  // namespace lily

@@ -1,0 +1,84 @@
+// Runs Programs on an NVIDIA GPU: the Metal kernels, compiled ahead of time to PTX, through the
+// driver.
+//
+// Two ways: CudaEncoder adds a Program's dispatches to MLX's own CUDA graph, as any MLX op does;
+// CudaGraph is a Program and its bindings instantiated once, which each step launches again on
+// MLX's stream.
+#pragma once
+
+#include <cuda.h>
+
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "backend/encoder.h"
+#include "mlx/array.h"
+#include "mlx/backend/cuda/device.h"
+
+namespace lily {
+
+// The compiled kernels: which PTX file holds a pipeline, loaded into the driver on first use.
+class CudaKernels {
+ public:
+  // `key`: Pipeline::key. Files are read when their first function is asked for.
+  void add(const std::string& key, const std::string& file, const std::string& entry);
+  bool has(const std::string& key) const {
+    return entries_.count(key) != 0;
+  }
+  // Throws std::runtime_error naming the kernel when it was not compiled or the driver refuses it.
+  CUfunction at(const Pipeline& pipeline);
+  size_t size() const {
+    return entries_.size();
+  }
+
+ private:
+  struct Entry {
+    std::string file, name;
+    CUfunction function = nullptr;
+  };
+  std::mutex mutex_;
+  std::map<std::string, Entry> entries_;
+  std::map<std::string, CUmodule> modules_;
+};
+
+CudaKernels& cuda_kernels();
+
+// Adds each dispatch as a node of MLX's graph; MLX orders nodes by the arrays that they read and
+// write.
+class CudaEncoder : public Encoder {
+ public:
+  explicit CudaEncoder(mlx::core::cu::CommandEncoder& encoder) : encoder_(encoder) {}
+
+  // The Buffer of an array, to bind; the encoder must see every array that a Program's slots stand
+  // for.
+  Buffer use(const mlx::core::array& a);
+  void encode(const Program& program, const Bindings& bindings) override;
+
+ private:
+  mlx::core::cu::CommandEncoder& encoder_;
+  std::map<uint64_t, mlx::core::array> arrays_;
+};
+
+// A Program with everything bound, as an executable CUDA graph whose edges are its true
+// dependencies.
+class CudaGraph {
+ public:
+  CudaGraph(const Program& program, const Bindings& bindings);
+  ~CudaGraph();
+  CudaGraph(const CudaGraph&) = delete;
+  CudaGraph& operator=(const CudaGraph&) = delete;
+
+  void launch(CUstream stream);
+
+ private:
+  CUgraphExec executable_ = nullptr;
+};
+
+// The device memory behind an evaluated array, and its Buffer.
+char* device_pointer(const mlx::core::array& a);
+Buffer device_buffer(const mlx::core::array& a);
+
+void check_cuda(CUresult result, const std::string& what);
+
+}  // namespace lily

@@ -17,14 +17,8 @@ from pathlib import Path
 import mlx_lm
 
 LIMIT = 8_000_000  # bytes, the whole folder
-KEPT = [
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-]
+CONVERTED = ["config.json", "generation_config.json", "model.safetensors"]
+COPIED = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 
 
 def assemble(weights: Path, tokenizer: Path, checkpoint: Path) -> None:
@@ -41,13 +35,14 @@ def convert(checkpoint: Path, bundle: Path) -> int:
     with tempfile.TemporaryDirectory(dir=checkpoint.parent) as temporary:
         target = Path(temporary) / "mlx"
         mlx_lm.convert(str(checkpoint), str(target), quantize=True, q_bits=4, q_group_size=64)
-        size = sum((target / name).stat().st_size for name in KEPT)
+        sources = [target / name for name in CONVERTED] + [checkpoint / name for name in COPIED]
+        size = sum(source.stat().st_size for source in sources)
         if size > LIMIT:
             raise ValueError(f"The bundle takes {size} bytes, more than {LIMIT}: shrink the model.")
         bundle.mkdir(parents=True, exist_ok=True)
-        for name in KEPT:
-            shutil.copy(target / name, bundle / f"{name}.tmp")
-            os.replace(bundle / f"{name}.tmp", bundle / name)
+        for source in sources:
+            shutil.copy(source, bundle / f"{source.name}.tmp")
+            os.replace(bundle / f"{source.name}.tmp", bundle / source.name)
     return size
 
 

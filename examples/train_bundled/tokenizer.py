@@ -9,7 +9,16 @@ import argparse
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 VOCABULARY = 4096
@@ -18,10 +27,11 @@ END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = [END_OF_TEXT, IM_START, IM_END]
 THINK = ["<think>", "</think>"]
 
-# Words with their leading space, single digits, runs of punctuation, line ends.
+# Qwen3.5's own split, because newer releases of transformers put it in place of the stored one:
+# words with their leading space, single digits, runs of punctuation, line ends.
 PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 CHAT_TEMPLATE = """\
@@ -45,6 +55,7 @@ CHAT_TEMPLATE = """\
 def train(documents: list[str]) -> PreTrainedTokenizerFast:
     """A tokenizer of exactly VOCABULARY tokens, its chat template set."""
     tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),

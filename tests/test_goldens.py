@@ -23,13 +23,22 @@ from goldens.util import (
 )
 from mlx_lm.models.cache import make_prompt_cache
 
+from lily_mlx.model import Model, ModelArgs
+
 # mlx-lm's own largest difference is 2e-5 with logits up to 20; another order of summation stays
 # near that, while a wrong gate, norm or position shows from 1e-2 on.
 TOLERANCE = 5e-4
 
+
+def lily_classes(config: dict) -> tuple[type, type]:
+    return Model, ModelArgs
+
+
 ENGINES = {
     "stock-dequantized": load_float32,
     "stock-quantized": load_quantized_float32,
+    "lily-dequantized": lambda: load_float32(lily_classes),
+    "lily-quantized": lambda: load_quantized_float32(lily_classes),
 }
 
 GOLDENS = load_goldens()

@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 BUNDLE = HERE.parents[1] / "lily_mlx" / "bundled"
 GOLDENS = HERE / "goldens.npz"
 
-# From a config.json's content to the model's class and its arguments' class, as mlx-lm takes it.
-ClassLoader = Callable[[dict], tuple[type[nn.Module], type]]
+# Called with config=(config.json's content), as mlx-lm calls it; gives Model and ModelArgs.
+ClassLoader = Callable[..., tuple[type[nn.Module], type]]
 
 
 def float32_weights(folder: Path = BUNDLE) -> dict[str, mx.array]:
@@ -49,7 +49,7 @@ def load_float32(classes: ClassLoader = _get_classes, folder: Path = BUNDLE) -> 
         folder: a checkpoint that mlx_lm.convert wrote.
     """
     config = json.loads((folder / "config.json").read_text())
-    model_class, args_class = classes(config)
+    model_class, args_class = classes(config=config)
     model = model_class(args_class.from_dict(config))
     model.load_weights(list(float32_weights(folder).items()), strict=True)
     mx.eval(model.parameters())

@@ -6,4 +6,14 @@ from .library import Kernel, Library, Result
 from .memory import empty
 from .toolchain import CompileError, HostError
 
-__all__ = ["Branch", "CompileError", "Fault", "HostError", "Kernel", "KernelFault", "Library", "Result", "empty"]
+__all__ = [
+    "Branch",
+    "CompileError",
+    "Fault",
+    "HostError",
+    "Kernel",
+    "KernelFault",
+    "Library",
+    "Result",
+    "empty",
+]

@@ -18,7 +18,7 @@ class _Counter(C.Structure):
 
 @dataclass(frozen=True, order=True)
 class Branch:
-    """A conditional branch that the compiler could not decide. choice: 0, or n for a switch's n-th case."""
+    """A branch that the compiler could not decide. choice: 0, or n for a switch's n-th case."""
 
     file: str
     line: int
@@ -36,7 +36,8 @@ class Branch:
         return [n for n, count in (("true", self.taken), ("false", self.not_taken)) if not count]
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}:{self.column}: never {' or '.join(self.missing)} in {self.function}"
+        place = f"{self.file}:{self.line}:{self.column}"
+        return f"{place}: never {' or '.join(self.missing)} in {self.function}"
 
 
 def merge(branches) -> list[Branch]:
@@ -55,7 +56,9 @@ class Branches:
     def __init__(self, library: C.CDLL):
         try:
             count = C.c_uint64.in_dll(library, "__msl_branch_count").value
-            self._table = (C.POINTER(_Counter) * count).in_dll(library, "__msl_branches") if count else ()
+            self._table = (
+                (C.POINTER(_Counter) * count).in_dll(library, "__msl_branches") if count else ()
+            )
         except ValueError:  # no branch at all
             self._table = ()
         self._library = library
@@ -68,8 +71,15 @@ class Branches:
             counter = pointer.contents
             site = counter.site.contents
             result.append(
-                Branch(os.path.realpath(site.file.decode()), site.line, site.column, site.order, site.function.decode(),
-                       counter.taken, counter.not_taken)
+                Branch(
+                    os.path.realpath(site.file.decode()),
+                    site.line,
+                    site.column,
+                    site.order,
+                    site.function.decode(),
+                    counter.taken,
+                    counter.not_taken,
+                )
             )
         return merge(result)
 

@@ -15,7 +15,10 @@ from pathlib import Path
 
 from .toolchain import CompileError, HostError, cached, digest
 
-NO_PTXAS = "ptxas is not installed (it is part of CUDA and of the PyPI package nvidia-cuda-nvcc): PTX only, no registers"
+NO_PTXAS = (
+    "ptxas is not installed (it is part of CUDA and of the PyPI package nvidia-cuda-nvcc): "
+    "PTX only, no registers"
+)
 
 
 def entry_name(kernel: str) -> str:
@@ -25,7 +28,9 @@ def entry_name(kernel: str) -> str:
 
 def _find(*ends: str) -> str | None:
     roots = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
-    roots += sorted(glob.glob(os.path.join(sysconfig.get_paths()["purelib"], "nvidia", "*")), reverse=True)
+    roots += sorted(
+        glob.glob(os.path.join(sysconfig.get_paths()["purelib"], "nvidia", "*")), reverse=True
+    )
     for root in filter(None, roots):
         for end in ends:
             path = os.path.join(root, end)
@@ -46,7 +51,7 @@ def libdevice() -> str | None:
 
 @dataclass(frozen=True)
 class Usage:
-    """What ptxas gives a kernel: registers a thread; bytes of stack, spills and static shared memory."""
+    """What ptxas gives a kernel: registers a thread; bytes of stack, spills and shared memory."""
 
     registers: int
     stack: int
@@ -56,7 +61,7 @@ class Usage:
 
 
 def assemble(ptx: str, arch: str) -> tuple[bytes, dict[str, Usage]]:
-    """PTX -> (cubin, usage by entry name). Raises HostError without ptxas, CompileError on bad PTX."""
+    """PTX -> (cubin, usage by entry). Raises HostError without ptxas, CompileError on bad PTX."""
     tool = ptxas()
     if tool is None:
         raise HostError(NO_PTXAS)
@@ -67,7 +72,8 @@ def assemble(ptx: str, arch: str) -> tuple[bytes, dict[str, Usage]]:
             source.flush()
             done = subprocess.run(
                 [tool, "-v", f"-arch={arch}", source.name, "-o", str(place / "kernels.cubin")],
-                capture_output=True, text=True,
+                capture_output=True,
+                text=True,
             )
         if done.returncode:
             raise CompileError(f"ptxas for {arch}:\n{done.stderr or done.stdout}")
@@ -76,10 +82,14 @@ def assemble(ptx: str, arch: str) -> tuple[bytes, dict[str, Usage]]:
     folder = cached("cubin-" + digest(tool, arch, ptx), build)
     usage = {}
     for m in re.finditer(
-        r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, "
+        r"(\d+) bytes spill stores, (\d+) bytes spill loads"
         r".*?Used (\d+) registers([^\n]*)",
-        (folder / "usage.txt").read_text(), re.S,
+        (folder / "usage.txt").read_text(),
+        re.S,
     ):
         shared = re.search(r"(\d+) bytes smem", m[6])
-        usage[m[1]] = Usage(int(m[5]), int(m[2]), int(m[3]), int(m[4]), int(shared[1]) if shared else 0)
+        usage[m[1]] = Usage(
+            int(m[5]), int(m[2]), int(m[3]), int(m[4]), int(shared[1]) if shared else 0
+        )
     return (folder / "kernels.cubin").read_bytes(), usage

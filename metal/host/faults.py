@@ -8,14 +8,22 @@ from dataclasses import dataclass
 from .toolchain import HostError
 
 KINDS = (
-    "threadgroup-race", "device-race", "grid-race", "out-of-bounds", "divergent-barrier", "divergent-simd",
-    "uninitialised-threadgroup", "uninitialised-device", "write-to-read-only", "read-of-write-only",
+    "threadgroup-race",
+    "device-race",
+    "grid-race",
+    "out-of-bounds",
+    "divergent-barrier",
+    "divergent-simd",
+    "uninitialised-threadgroup",
+    "uninitialised-device",
+    "write-to-read-only",
+    "read-of-write-only",
 )
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One kind of fault at one pair of places; the threads and the byte are those of its first case."""
+    """One kind of fault at one pair of places; threads and byte are those of its first case."""
 
     kind: str
     message: str
@@ -50,7 +58,8 @@ class KernelFault(HostError):
 
 
 def _thread(t) -> str:
-    return f"threadgroup {tuple(t.threadgroup)} thread {t.thread} (simdgroup {t.simdgroup}, lane {t.lane})"
+    place = f"simdgroup {t.simdgroup}, lane {t.lane}"
+    return f"threadgroup {tuple(t.threadgroup)} thread {t.thread} ({place})"
 
 
 def describe(raw, kernel, names: dict[int, str], threads: int) -> Fault:
@@ -66,16 +75,24 @@ def describe(raw, kernel, names: dict[int, str], threads: int) -> Fault:
     if kind in ("threadgroup-race", "device-race", "grid-race"):
         did = "wrote" if raw.lanes else "read"
         order = "no threadgroup order" if kind == "grid-race" else "no barrier"
-        text = f"{me} {act} byte {raw.byte} of {what} that {them} {did} at {other_place}, {order} between them"
+        text = (
+            f"{me} {act} byte {raw.byte} of {what} that {them} {did} at {other_place}, "
+            f"{order} between them"
+        )
     elif kind == "out-of-bounds":
         text = f"{me} {act} {raw.lanes} bytes at byte {raw.byte} of {what}, which is outside it"
     elif kind == "divergent-barrier" and other:
-        text = f"{me} waits at this threadgroup_barrier while {them} waits at the one at {other_place}"
+        text = (
+            f"{me} waits at this threadgroup_barrier while {them} waits at the one at {other_place}"
+        )
     elif kind == "divergent-barrier":
-        text = f"{me} waits at this threadgroup_barrier with {raw.lanes} of {threads} threads; the others have returned"
+        text = (
+            f"{me} waits at this threadgroup_barrier with {raw.lanes} of {threads} threads; "
+            "the others have returned"
+        )
     elif kind == "divergent-simd":
         count = bin(raw.lanes).count("1")
-        text = f"{me}: {count} lanes (mask {raw.lanes:08x}) of the simdgroup take part in this simdgroup operation"
+        text = f"{me}: only {count} lanes (mask {raw.lanes:08x}) of the simdgroup take part"
     elif kind == "write-to-read-only":
         text = f"{me} writes byte {raw.byte} of {what}, which the dispatch only reads"
     elif kind == "read-of-write-only":
@@ -84,7 +101,17 @@ def describe(raw, kernel, names: dict[int, str], threads: int) -> Fault:
         text = f"{me} reads byte {raw.byte} of {what}, which nothing has written"
     times = f" ({raw.count} times)" if raw.count > 1 else ""
     return Fault(
-        kind, f"{place}: {kind} in {kernel}: {text}{times}", kernel, site.file.decode() if site else "",
-        site.line if site else 0, other.line if other else 0, other.file.decode() if other else "",
-        raw.thread.thread, raw.other.thread, tuple(raw.thread.threadgroup), raw.buffer, raw.byte, raw.count,
+        kind,
+        f"{place}: {kind} in {kernel}: {text}{times}",
+        kernel,
+        site.file.decode() if site else "",
+        site.line if site else 0,
+        other.line if other else 0,
+        other.file.decode() if other else "",
+        raw.thread.thread,
+        raw.other.thread,
+        tuple(raw.thread.threadgroup),
+        raw.buffer,
+        raw.byte,
+        raw.count,
     )

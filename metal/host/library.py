@@ -1,4 +1,4 @@
-"""Library(path, constants, host)[kernel](buffers, grid, threadgroup): one call shape on every host."""
+"""Library(path, constants, host)[kernel](buffers, grid, threadgroup): one call on every host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from . import launch, memory
-from .compiler import KernelInfo, Source
+from .compiler import Source
 from .coverage import Branches
 from .faults import Fault, KernelFault, describe
 from .launch import Traffic
+from .manifest import KernelInfo
 from .toolchain import HostError
 
 HOSTS = ("cpu", "checked", "cuda")
@@ -39,8 +40,8 @@ class Library:
     path: the .metal file (or None with source=, its text). constants: {id or name: value} of the
     function constants. host: "cpu" (fast), "checked" (finds faults, counts traffic and branches) or
     "cuda". defines: {name: value} for the preprocessor. include: further folders. metal: language
-    version, "3.1", "3.2" or "4.0" (tensor operations). rules: "strict" (Metal's and the project's) or
-    "metal" (Metal's alone). contract: "fast" or "off", may a*b+c round once. arch: of the GPU.
+    version, "3.1", "3.2" or "4.0" (tensor operations). rules: "strict" (Metal's and the project's)
+    or "metal" (Metal's alone). contract: "fast" or "off", may a*b+c round once. arch: of the GPU.
     Raises CompileError with file, line and rule, HostError with what is missing.
     """
 
@@ -65,7 +66,9 @@ class Library:
         if contract not in ("fast", "off"):
             raise HostError(f'contract={contract!r}: "fast" or "off"')
         self.host = host
-        self.source = Source(path, source=source, defines=defines, include=include, metal=metal, rules=rules)
+        self.source = Source(
+            path, source=source, defines=defines, include=include, metal=metal, rules=rules
+        )
         self.kernels: dict[str, KernelInfo] = {k.name: k for k in self.source.check()}
         self.constants = self.source.constant_values(constants)
         self.branches: Branches | None = None
@@ -79,14 +82,17 @@ class Library:
             built = self.source.library(self.constants, checked=checked, contract=contract)
             self._library = launch.open_library(built)
             self._stubs = {
-                name: C.cast(getattr(self._library, f"stub_{i}"), C.c_void_p).value for i, name in enumerate(order)
+                name: C.cast(getattr(self._library, f"stub_{i}"), C.c_void_p).value
+                for i, name in enumerate(order)
             }
             if checked:
                 self.branches = Branches(self._library)
 
     def __getitem__(self, name: str) -> Kernel:
         if name not in self.kernels:
-            raise HostError(f"{self.source.path.name} has no kernel {name!r}; it has {', '.join(self.kernels)}")
+            raise HostError(
+                f"{self.source.path.name} has no kernel {name!r}; it has {', '.join(self.kernels)}"
+            )
         return Kernel(self, self.kernels[name])
 
     def __contains__(self, name: str) -> bool:
@@ -107,7 +113,9 @@ class Kernel:
         names = {i: n for n, (i, _) in library.source.constants.items()}
         missing = [f"{i} ({names[i]})" for i in info.constants if i not in library.constants]
         if missing:
-            raise HostError(f"{info.name} reads function constants without a value: {', '.join(missing)}")
+            raise HostError(
+                f"{info.name} reads function constants without a value: {', '.join(missing)}"
+            )
 
     def __call__(
         self,
@@ -145,16 +153,21 @@ class Kernel:
         for i, (p, _, writable) in bound.items():
             if not p.const and not writable and (writes is None or i in writes):
                 raise HostError(
-                    f"{info.name}: argument {i} ({p.name}) may be written but what is bound is not a writable numpy "
-                    "array; bind one, or leave the index out of writes="
+                    f"{info.name}: argument {i} ({p.name}) may be written but what is bound is "
+                    "not a writable numpy array; bind one, or leave the index out of writes="
                 )
         if self.library.host == "cuda":
             return self.library._module.launch(info, bound, grid, threadgroup, memory_bytes)
         checked = self.library.host == "checked"
         run = launch._Launch(
-            stub=self.library._stubs[info.name], grid=grid, threadgroup=threadgroup,
-            workers=workers or min(os.cpu_count() or 1, 8), checked=checked, lines=traffic,
-            shuffled=seed is not None, seed=seed or 0,
+            stub=self.library._stubs[info.name],
+            grid=grid,
+            threadgroup=threadgroup,
+            workers=workers or min(os.cpu_count() or 1, 8),
+            checked=checked,
+            lines=traffic,
+            shuffled=seed is not None,
+            seed=seed or 0,
         )
         for i, count in memory_bytes.items():
             run.threadgroup_bytes[i] = count
@@ -165,15 +178,25 @@ class Kernel:
                 arguments[i] = array.ctypes.data
             start = time.perf_counter()
             launch._runtime().msl_launch(C.byref(run))
-            return Result(time.perf_counter() - start, barriers=run.barriers, simd_operations=run.exchanges)
-        return self._checked(run, arguments, bound, writes, None if reads is None else set(reads), set(outputs), on_fault)
+            return Result(
+                time.perf_counter() - start, barriers=run.barriers, simd_operations=run.exchanges
+            )
+        return self._checked(
+            run,
+            arguments,
+            bound,
+            writes,
+            None if reads is None else set(reads),
+            set(outputs),
+            on_fault,
+        )
 
     def _checked(self, run, arguments, bound, writes, reads, outputs, on_fault) -> Result:
         arena = _Arena(bound)
         table = (launch._Buffer * max(1, len(bound)))()
         counts = (Traffic * max(1, len(bound)))()
         known, kept = memory.Initialised(), []
-        for entry, (i, (p, array, _)) in zip(table, bound.items()):
+        for entry, (i, (p, array, _)) in zip(table, bound.items(), strict=False):
             entry.data, entry.bytes, entry.index = arena.address[i], array.nbytes, i
             entry.may_read = reads is None or i in reads
             entry.may_write = not p.const and (writes is None or i in writes or i in outputs)
@@ -193,8 +216,12 @@ class Kernel:
         run.buffers, run.buffer_count, run.traffic = table, len(bound), counts
         run.faults, run.fault_capacity = faults, launch.MAX_FAULTS
         try:
-            run.variable_count = C.c_uint64.in_dll(self.library._library, "__msl_threadgroup_variable_count").value
-            run.variables = C.addressof(C.c_char.in_dll(self.library._library, "__msl_threadgroup_variables"))
+            run.variable_count = C.c_uint64.in_dll(
+                self.library._library, "__msl_threadgroup_variable_count"
+            ).value
+            run.variables = C.addressof(
+                C.c_char.in_dll(self.library._library, "__msl_threadgroup_variables")
+            )
         except ValueError:  # the file has no threadgroup variable
             run.variable_count = 0
         start = time.perf_counter()
@@ -203,17 +230,24 @@ class Kernel:
         arena.copy_back({e.index for e in table if e.may_write})
         names = {i: f"argument {i} ({p.name})" for i, (p, _, _) in bound.items()}
         threads = run.threadgroup[0] * run.threadgroup[1] * run.threadgroup[2]
-        found = [describe(f, self.info.name, names, threads) for f in faults[: min(run.fault_count, launch.MAX_FAULTS)]]
+        found = [
+            describe(f, self.info.name, names, threads)
+            for f in faults[: min(run.fault_count, launch.MAX_FAULTS)]
+        ]
         if found and on_fault == "raise":
             raise KernelFault(self.info.name, found, run.fault_count)
-        return Result(seconds, found, dict(zip(bound, counts)), run.barriers, run.exchanges)
+        return Result(
+            seconds, found, dict(zip(bound, counts, strict=False)), run.barriers, run.exchanges
+        )
 
 
 class _Arena:
     """Copies of the bound arrays, far apart; arrays that share memory share it here too."""
 
     def __init__(self, bound):
-        spans = sorted((a.ctypes.data, a.ctypes.data + a.nbytes, i) for i, (_, a, _) in bound.items())
+        spans = sorted(
+            (a.ctypes.data, a.ctypes.data + a.nbytes, i) for i, (_, a, _) in bound.items()
+        )
         self.bound = bound
         self.regions: list[set[int]] = []
         bounds: list[list[int]] = []
@@ -231,7 +265,7 @@ class _Arena:
         self.map = mmap.mmap(-1, size)
         base = C.addressof(C.c_char.from_buffer(self.map))
         self.address = {}
-        for (start, _), offset, region in zip(bounds, offsets, self.regions):
+        for (start, _), offset, region in zip(bounds, offsets, self.regions, strict=True):
             for i in region:
                 self.address[i] = base + offset + bound[i][1].ctypes.data - start
         for i, (_, array, _) in bound.items():

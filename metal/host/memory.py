@@ -17,7 +17,10 @@ def empty(shape, dtype) -> np.ndarray:
     """
     array = np.zeros(shape, dtype)
     address = array.ctypes.data
-    _tracked[address] = (weakref.ref(array, lambda _: _tracked.pop(address, None)), np.zeros(array.nbytes, np.uint8))
+    _tracked[address] = (
+        weakref.ref(array, lambda _: _tracked.pop(address, None)),
+        np.zeros(array.nbytes, np.uint8),
+    )
     return array
 
 

@@ -1,8 +1,8 @@
 """Finds clang-19, builds the plugin and the runtime once, and keeps the cache.
 
-The cache is $XDG_CACHE_HOME/lily_mlx/metal-host (or ~/.cache/...). Its entries are folders named by a
-hash of everything that went into them; each is built beside its place and renamed into it, so several
-processes may build at once.
+The cache is $XDG_CACHE_HOME/lily_mlx/metal-host (or ~/.cache/...). Its entries are folders named by
+a hash of everything that went into them; each is built beside its place and renamed into it, so
+several processes may build at once.
 """
 
 from __future__ import annotations
@@ -34,13 +34,17 @@ class CompileError(HostError):
 @functools.cache
 def clang() -> str:
     """Path of clang++ 19; raises HostError with what to install."""
-    for name in (os.environ.get("LILY_METAL_CLANG", ""), "clang++-19", "/usr/lib/llvm-19/bin/clang++"):
+    for name in (
+        os.environ.get("LILY_METAL_CLANG", ""),
+        "clang++-19",
+        "/usr/lib/llvm-19/bin/clang++",
+    ):
         path = shutil.which(name) if name else None
         if path:
             return path
     raise HostError(
-        "the Metal host needs clang 19 with its development files: install clang-19, llvm-19-dev and "
-        "libclang-19-dev (on Debian: metal/host/install-deps.sh)"
+        "the Metal host needs clang 19 with its development files: install clang-19, llvm-19-dev "
+        "and libclang-19-dev (on Debian: metal/host/install-deps.sh)"
     )
 
 
@@ -49,12 +53,14 @@ def llvm_include() -> str:
     """Folder of the LLVM and clang headers that belong to clang()."""
     config = shutil.which("llvm-config-19") or "/usr/lib/llvm-19/bin/llvm-config"
     if os.path.exists(config):
-        folder = subprocess.run([config, "--includedir"], capture_output=True, text=True).stdout.strip()
+        folder = subprocess.run(
+            [config, "--includedir"], capture_output=True, text=True
+        ).stdout.strip()
         if os.path.exists(f"{folder}/clang/Sema/Sema.h"):
             return folder
     raise HostError(
-        "the Metal host builds a clang plugin and misses clang 19's headers: install llvm-19-dev and "
-        "libclang-19-dev (on Debian: metal/host/install-deps.sh)"
+        "the Metal host builds a clang plugin and misses clang 19's headers: install llvm-19-dev "
+        "and libclang-19-dev (on Debian: metal/host/install-deps.sh)"
     )
 
 
@@ -94,9 +100,12 @@ def cached(key: str, build: Callable[[Path], None]) -> Path:
 def call(command: list[str], what: str) -> str:
     """Runs a compiler; returns what it said. Raises CompileError with its messages."""
     done = subprocess.run(command, capture_output=True, text=True)
+    said = "\n".join(
+        line for line in (done.stderr + done.stdout).split("\n") if "/wrap.cpp:1:" not in line
+    )
     if done.returncode:
-        raise CompileError(f"{what}:\n{done.stderr.strip() or done.stdout.strip()}")
-    return done.stderr
+        raise CompileError(f"{what}:\n{said.strip()}")
+    return said
 
 
 @functools.cache
@@ -109,7 +118,11 @@ def processor() -> str:
     """What -march=native depends on."""
     try:
         with open("/proc/cpuinfo") as f:
-            lines = {line for line in f if line.startswith(("model name", "flags", "Features", "CPU part"))}
+            lines = {
+                line
+                for line in f
+                if line.startswith(("model name", "flags", "Features", "CPU part"))
+            }
     except OSError:
         lines = set()
     return platform.machine() + "".join(sorted(lines))
@@ -121,9 +134,9 @@ def _sources(folder: Path) -> list[Path]:
 
 @functools.cache
 def identity() -> str:
-    """Hash of the compiler and of the host tool's own C++ sources and headers."""
-    texts = [p.read_bytes() for f in ("frontend", "include") for p in _sources(HERE / f)]
-    return digest(_version(), *texts)
+    """Hash of the compiler and of what the host tool adds to it."""
+    files = [p for f in ("frontend", "include") for p in _sources(HERE / f)]
+    return digest(_version(), *(p.read_bytes() for p in [*files, HERE / "compiler.py"]))
 
 
 @functools.cache
@@ -138,7 +151,9 @@ def plugin() -> Path:
         jobs = [
             subprocess.Popen(
                 [compiler, *flags, "-c", str(folder / name), "-o", str(place / f"{name}.o")],
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
             for name in PLUGIN_SOURCES
         ]
@@ -146,7 +161,9 @@ def plugin() -> Path:
         if any(job.returncode for job in jobs):
             raise HostError("the clang plugin does not build:\n" + "\n".join(said))
         objects = [str(place / f"{name}.o") for name in PLUGIN_SOURCES]
-        call([compiler, "-shared", *objects, "-o", str(place / "msl.so")], "linking the clang plugin")
+        call(
+            [compiler, "-shared", *objects, "-o", str(place / "msl.so")], "linking the clang plugin"
+        )
         for name in objects:
             os.remove(name)
 
@@ -163,7 +180,17 @@ def runtime() -> Path:
     def build(place: Path) -> None:
         flags = ["-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti"]
         files = [str(folder / name) for name in RUNTIME_SOURCES]
-        call([compiler, *flags, "-ftls-model=initial-exec", *files, "-o", str(place / "runtime.so"), "-pthread"],
-             "building the fiber runtime")
+        call(
+            [
+                compiler,
+                *flags,
+                "-ftls-model=initial-exec",
+                *files,
+                "-o",
+                str(place / "runtime.so"),
+                "-pthread",
+            ],
+            "building the fiber runtime",
+        )
 
     return cached("runtime-" + digest(_version(), platform.machine(), *texts), build) / "runtime.so"

@@ -1,5 +1,5 @@
-"""MLX's and mlx-lm's own Metal kernels, which are known to compile and to be right on a Mac, as test
-cases: source, inputs, float32 reference. The headers come from the mlx-metal wheel, through pip."""
+"""MLX's and mlx-lm's own Metal kernels, which are known to compile and to be right on a Mac, as
+test cases: source, inputs, float32 reference. The headers come from the mlx-metal wheel."""
 
 from __future__ import annotations
 
@@ -33,8 +33,20 @@ def headers() -> Path:
     """Include folder of the mlx-metal wheel. Raises Unavailable."""
 
     def build(place: Path) -> None:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--platform",
-                   "macosx_26_0_arm64", f"mlx-metal=={VERSION}", "-d", str(place)]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--platform",
+            "macosx_26_0_arm64",
+            f"mlx-metal=={VERSION}",
+            "-d",
+            str(place),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise Unavailable(f"pip cannot fetch mlx-metal {VERSION}: {done.stderr.strip()[-200:]}")
@@ -54,55 +66,103 @@ def _include(*names: str) -> str:
     return "".join(f'#include "{KERNELS}/{n}"\n' for n in names)
 
 
-QUANTIZED = _include("utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "quantized.h") + "".join([
-    _instance("qmv_fast", "affine_qmv_fast", "bfloat16_t", 64, 4, "false"),
-    _instance("qmv", "affine_qmv", "bfloat16_t", 64, 4, "false"),
-    _instance("gather_qmv", "affine_gather_qmv", "bfloat16_t", 64, 4),
-    _instance("qmm_t", "affine_qmm_t", "bfloat16_t", 64, 4, "false", "false"),
-    _instance("qmm_n", "affine_qmm_n", "bfloat16_t", 64, 4, "false"),
-])
-NAX = _include("utils.h", "steel/gemm/gemm.h", "steel/gemm/nax.h", "steel/gemm/loader.h", "quantized_nax.h") + "".join([
-    _instance("qmm_t_nax", "affine_qmm_t_nax", "bfloat16_t", 64, 4, "true", "false", 64, 64, 64, 2, 2),
-    _instance("qmm_n_nax", "affine_qmm_n_nax", "bfloat16_t", 64, 4, "false", 64, 64, 64, 2, 2),
-])
-SDPA = _include("utils.h", "sdpa_vector.h") + "".join([
-    _instance("sdpa_vector", "sdpa_vector", "bfloat16_t", 256, 256),
-    _instance("sdpa_2pass_1", "sdpa_vector_2pass_1", "bfloat16_t", 256, 256),
-    _instance("sdpa_2pass_2", "sdpa_vector_2pass_2", "bfloat16_t", 256),
-])
-SOFTMAX = _include("utils.h") + "#define SOFTMAX_N_READS 4\n" + _include("softmax.h") + "".join([
-    _instance("block_softmax", "softmax_single_row", "bfloat16_t", "float"),
-    _instance("looped_softmax", "softmax_looped", "bfloat16_t", "float"),
-])
+QUANTIZED = _include("utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "quantized.h") + "".join(
+    [
+        _instance("qmv_fast", "affine_qmv_fast", "bfloat16_t", 64, 4, "false"),
+        _instance("qmv", "affine_qmv", "bfloat16_t", 64, 4, "false"),
+        _instance("gather_qmv", "affine_gather_qmv", "bfloat16_t", 64, 4),
+        _instance("qmm_t", "affine_qmm_t", "bfloat16_t", 64, 4, "false", "false"),
+        _instance("qmm_n", "affine_qmm_n", "bfloat16_t", 64, 4, "false"),
+    ]
+)
+NAX = _include(
+    "utils.h", "steel/gemm/gemm.h", "steel/gemm/nax.h", "steel/gemm/loader.h", "quantized_nax.h"
+) + "".join(
+    [
+        _instance(
+            "qmm_t_nax", "affine_qmm_t_nax", "bfloat16_t", 64, 4, "true", "false", 64, 64, 64, 2, 2
+        ),
+        _instance("qmm_n_nax", "affine_qmm_n_nax", "bfloat16_t", 64, 4, "false", 64, 64, 64, 2, 2),
+    ]
+)
+SDPA = _include("utils.h", "sdpa_vector.h") + "".join(
+    [
+        _instance("sdpa_vector", "sdpa_vector", "bfloat16_t", 256, 256),
+        _instance("sdpa_2pass_1", "sdpa_vector_2pass_1", "bfloat16_t", 256, 256),
+        _instance("sdpa_2pass_2", "sdpa_vector_2pass_2", "bfloat16_t", 256),
+    ]
+)
+SOFTMAX = (
+    _include("utils.h")
+    + "#define SOFTMAX_N_READS 4\n"
+    + _include("softmax.h")
+    + "".join(
+        [
+            _instance("block_softmax", "softmax_single_row", "bfloat16_t", "float"),
+            _instance("looped_softmax", "softmax_looped", "bfloat16_t", "float"),
+        ]
+    )
+)
 
 
 def gated_delta_source() -> str:
-    """The three scalar-gate kernels of mlx-lm, in the signature that mx.fast.metal_kernel writes."""
+    """The three scalar-gate kernels of mlx-lm, in the signature that metal_kernel writes."""
     spec = importlib.util.find_spec("mlx_lm")
     if spec is None:
         raise Unavailable("mlx-lm is not installed")
-    tree = ast.parse((Path(spec.submodule_search_locations[0]) / "models" / "gated_delta.py").read_text())
+    tree = ast.parse(
+        (Path(spec.submodule_search_locations[0]) / "models" / "gated_delta.py").read_text()
+    )
     names = {
         "gated_delta": "_make_gated_delta_kernel",
         "gated_delta_xtree": "_make_gated_delta_kernel_xtree",
         "gated_delta_packed": "_make_gated_delta_packed_kernel",
     }
-    values = {"mask_source": "true", "g_comment": "", "g_setup": "auto g_ = g + b_idx * T * Hv;",
-              "g_access": "g_[hv_idx]", "g_advance": "g_ += Hv;"}
+    values = {
+        "mask_source": "true",
+        "g_comment": "",
+        "g_setup": "auto g_ = g + b_idx * T * Hv;",
+        "g_access": "g_[hv_idx]",
+        "g_advance": "g_ += Hv;",
+    }
     text = _include("utils.h")
     for name, function in names.items():
         [body] = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function]
-        [found] = [n.value for n in ast.walk(body) if isinstance(n, ast.Assign) and n.targets[0].id == "source"]
+        [found] = [
+            n.value
+            for n in ast.walk(body)
+            if isinstance(n, ast.Assign) and n.targets[0].id == "source"
+        ]
         source = eval(compile(ast.Expression(found), "gated_delta.py", "eval"), {}, values)
-        parameters = [f"const device {t}* {n} [[buffer({i})]]" for i, (n, t) in enumerate(
-            [("q", "InT"), ("k", "InT"), ("v", "InT"), ("g", "float"), ("beta", "InT"), ("state_in", "StT")])]
-        parameters += ["const constant int& T [[buffer(6)]]", "device InT* y [[buffer(7)]]", "device StT* state_out [[buffer(8)]]"]
-        for builtin, kind in [("thread_position_in_grid", "uint3"), ("thread_position_in_threadgroup", "uint3"),
-                              ("thread_index_in_simdgroup", "uint")]:
+        parameters = [
+            f"const device {t}* {n} [[buffer({i})]]"
+            for i, (n, t) in enumerate(
+                [
+                    ("q", "InT"),
+                    ("k", "InT"),
+                    ("v", "InT"),
+                    ("g", "float"),
+                    ("beta", "InT"),
+                    ("state_in", "StT"),
+                ]
+            )
+        ]
+        parameters += [
+            "const constant int& T [[buffer(6)]]",
+            "device InT* y [[buffer(7)]]",
+            "device StT* state_out [[buffer(8)]]",
+        ]
+        for builtin, kind in [
+            ("thread_position_in_grid", "uint3"),
+            ("thread_position_in_threadgroup", "uint3"),
+            ("thread_index_in_simdgroup", "uint"),
+        ]:
             if builtin in source:
                 parameters.append(f"{kind} {builtin} [[{builtin}]]")
-        text += (f"template <typename InT, typename StT, int Dk, int Dv, int Hk, int Hv>\n[[kernel]] void {name}_(\n    "
-                 + ",\n    ".join(parameters) + f") {{\n{source}\n}}\n")
+        text += (
+            "template <typename InT, typename StT, int Dk, int Dv, int Hk, int Hv>\n"
+            f"[[kernel]] void {name}_(\n    " + ",\n    ".join(parameters) + f") {{\n{source}\n}}\n"
+        )
         text += _instance(name, name + "_", "bfloat16_t", "float", 128, 128, 2, 4)
     return text
 
@@ -119,17 +179,26 @@ SOURCES: dict[str, tuple[Callable[[], str], dict, str]] = {
 
 
 @cache
-def library(name: str, host: str = "cpu", first: Path | None = None, contract: str = "fast") -> Library:
+def library(
+    name: str, host: str = "cpu", first: Path | None = None, contract: str = "fast"
+) -> Library:
     """One source of SOURCES, compiled. first: a folder whose headers come before the wheel's."""
     text, constants, metal = SOURCES[name]
     include = [str(p) for p in (first, headers()) if p]
-    return Library(source=text(), constants=constants, host=host, include=include, metal=metal, rules="metal",
-                   contract=contract)
+    return Library(
+        source=text(),
+        constants=constants,
+        host=host,
+        include=include,
+        metal=metal,
+        rules="metal",
+        contract=contract,
+    )
 
 
 @dataclass
 class Case:
-    """A dispatch and what it must give: outputs by index in float32, within `tolerance` of the largest."""
+    """A dispatch and the float32 outputs that it must give, within `tolerance` of the largest."""
 
     source: str
     kernel: str
@@ -148,7 +217,10 @@ class Case:
 
     def error(self, outputs) -> float:
         """Largest difference from the reference, as a share of the largest value."""
-        return max(float(np.abs(outputs[i].reshape(e.shape) - e).max() / np.abs(e).max()) for i, e in self.expected.items())
+        return max(
+            float(np.abs(outputs[i].reshape(e.shape) - e).max() / np.abs(e).max())
+            for i, e in self.expected.items()
+        )
 
 
 def _absent(first: int, last: int) -> dict:
@@ -160,7 +232,9 @@ def _qmv(kernel: str, k: int, n: int) -> Case:
     w, s, b, values = quantized(rng, n, k)
     x = bf16(rng.normal(size=(1, k)))
     buffers = {0: w, 1: s, 2: b, 3: x, 4: np.zeros((1, n), np.uint16), 5: k, 6: n, **_absent(7, 14)}
-    return Case("quantized", kernel, buffers, (1, -(-n // 8), 1), (32, 2, 1), {4: f32(x) @ values.T})
+    return Case(
+        "quantized", kernel, buffers, (1, -(-n // 8), 1), (32, 2, 1), {4: f32(x) @ values.T}
+    )
 
 
 def _gather_qmv() -> Case:
@@ -170,9 +244,27 @@ def _gather_qmv() -> Case:
     x = bf16(rng.normal(size=(rows, 1, k)))
     chosen, order = np.array([3, 0, 3], np.uint32), np.arange(rows, dtype=np.uint32)
     buffers = {
-        0: w, 1: s, 2: b, 3: x, 4: order, 5: chosen, 6: np.zeros((rows, 1, n), np.uint16), 7: k, 8: n, 9: 1,
-        10: (rows, 1, k), 11: (k, k, 1), 12: 1, 13: (experts, n, k // 8), 14: (n * k // 8, k // 8, 1),
-        15: (n * k // 64, k // 64, 1), 16: (n * k // 64, k // 64, 1), 17: 1, 18: (rows,), 19: (1,), 20: (1,),
+        0: w,
+        1: s,
+        2: b,
+        3: x,
+        4: order,
+        5: chosen,
+        6: np.zeros((rows, 1, n), np.uint16),
+        7: k,
+        8: n,
+        9: 1,
+        10: (rows, 1, k),
+        11: (k, k, 1),
+        12: 1,
+        13: (experts, n, k // 8),
+        14: (n * k // 8, k // 8, 1),
+        15: (n * k // 64, k // 64, 1),
+        16: (n * k // 64, k // 64, 1),
+        17: 1,
+        18: (rows,),
+        19: (1,),
+        20: (1,),
     }
     expected = np.stack([f32(x[i]) @ values[e].T for i, e in enumerate(chosen)])
     return Case("quantized", "gather_qmv", buffers, (1, n // 8, rows), (32, 2, 1), {6: expected})
@@ -183,9 +275,21 @@ def _qmm(source: str, kernel: str, m: int, k: int, n: int, block: int) -> Case:
     transposed = "_t" in kernel
     w, s, b, values = quantized(rng, *((n, k) if transposed else (k, n)))
     x = bf16(rng.normal(size=(m, k)))
-    buffers = {0: w, 1: s, 2: b, 3: x, 4: np.zeros((m, n), np.uint16), 5: k, 6: n, 7: m, **_absent(8, 15)}
+    buffers = {
+        0: w,
+        1: s,
+        2: b,
+        3: x,
+        4: np.zeros((m, n), np.uint16),
+        5: k,
+        6: n,
+        7: m,
+        **_absent(8, 15),
+    }
     expected = f32(x) @ (values.T if transposed else values)
-    return Case(source, kernel, buffers, (-(-n // block), -(-m // block), 1), (32, 2, 2), {4: expected})
+    return Case(
+        source, kernel, buffers, (-(-n // block), -(-m // block), 1), (32, 2, 2), {4: expected}
+    )
 
 
 HEADS, KV_HEADS, DIM, LENGTH, BLOCKS = 16, 2, 256, 75, 32
@@ -205,15 +309,30 @@ def _attention():
 def _sdpa() -> Case:
     q, k, v, _, out = _attention()
     head, row = LENGTH * DIM, DIM
-    buffers = {0: q, 1: k, 2: v, 3: np.zeros((HEADS, DIM), np.uint16), 4: HEADS // KV_HEADS, 5: LENGTH,
-               6: head, 7: row, 8: head, 9: row, 10: DIM**-0.5}
+    buffers = {
+        0: q,
+        1: k,
+        2: v,
+        3: np.zeros((HEADS, DIM), np.uint16),
+        4: HEADS // KV_HEADS,
+        5: LENGTH,
+        6: head,
+        7: row,
+        8: head,
+        9: row,
+        10: DIM**-0.5,
+    }
     return Case("sdpa", "sdpa_vector", buffers, (HEADS, 1, 1), (1024, 1, 1), {3: out})
 
 
 def _sdpa_blocks():
-    """What the first pass gives: per head and block of every BLOCKS-th key, output, sum and maximum."""
+    """What the first pass gives per head and block of keys: output, sum and maximum."""
     q, k, v, scores, _ = _attention()
-    partial, sums, maxima = np.zeros((HEADS, BLOCKS, DIM), np.float32), np.zeros((HEADS, BLOCKS)), np.zeros((HEADS, BLOCKS))
+    partial, sums, maxima = (
+        np.zeros((HEADS, BLOCKS, DIM), np.float32),
+        np.zeros((HEADS, BLOCKS)),
+        np.zeros((HEADS, BLOCKS)),
+    )
     for h in range(HEADS):
         for b in range(BLOCKS):
             s = scores[h, b::BLOCKS]
@@ -228,32 +347,72 @@ def _sdpa_first() -> Case:
     q, k, v, _, _ = _attention()
     partial, sums, maxima = _sdpa_blocks()
     head, row = LENGTH * DIM, DIM
-    buffers = {0: q, 1: k, 2: v, 3: np.zeros((HEADS, BLOCKS, DIM), np.uint16), 4: np.zeros((HEADS, BLOCKS), np.float32),
-               5: np.zeros((HEADS, BLOCKS), np.float32), 7: LENGTH, 8: head, 9: row, 10: head, 11: row, 12: DIM**-0.5}
-    return Case("sdpa", "sdpa_2pass_1", buffers, (KV_HEADS, 1, BLOCKS), (32, HEADS // KV_HEADS, 1),
-                {3: partial, 4: sums, 5: maxima})
+    buffers = {
+        0: q,
+        1: k,
+        2: v,
+        3: np.zeros((HEADS, BLOCKS, DIM), np.uint16),
+        4: np.zeros((HEADS, BLOCKS), np.float32),
+        5: np.zeros((HEADS, BLOCKS), np.float32),
+        7: LENGTH,
+        8: head,
+        9: row,
+        10: head,
+        11: row,
+        12: DIM**-0.5,
+    }
+    return Case(
+        "sdpa",
+        "sdpa_2pass_1",
+        buffers,
+        (KV_HEADS, 1, BLOCKS),
+        (32, HEADS // KV_HEADS, 1),
+        {3: partial, 4: sums, 5: maxima},
+    )
 
 
 def _sdpa_second() -> Case:
     partial, sums, maxima = _sdpa_blocks()
-    buffers = {0: bf16(partial), 1: sums, 2: maxima, 3: np.zeros((HEADS, DIM), np.uint16), 4: BLOCKS}
+    buffers = {
+        0: bf16(partial),
+        1: sums,
+        2: maxima,
+        3: np.zeros((HEADS, DIM), np.uint16),
+        4: BLOCKS,
+    }
     return Case("sdpa", "sdpa_2pass_2", buffers, (HEADS, 1, 1), (1024, 1, 1), {3: _attention()[-1]})
 
 
 def _softmax(kernel: str, rows: int, size: int, threads: int) -> Case:
     x = bf16(np.random.default_rng(5).normal(size=(rows, size)) * 3)
     e = np.exp(f32(x) - f32(x).max(-1, keepdims=True))
-    return Case("softmax", kernel, {0: x, 1: np.zeros_like(x), 2: size}, (rows,), (threads,), {1: e / e.sum(-1, keepdims=True)})
+    return Case(
+        "softmax",
+        kernel,
+        {0: x, 1: np.zeros_like(x), 2: size},
+        (rows,),
+        (threads,),
+        {1: e / e.sum(-1, keepdims=True)},
+    )
 
 
 @cache
 def _recurrence():
     rng = np.random.default_rng(6)
     steps, key_heads, heads, dk, dv = 4, 2, 4, 128, 128
-    q, k = bf16(rng.normal(size=(steps, key_heads, dk)) * 0.1), rng.normal(size=(steps, key_heads, dk))
+    q, k = (
+        bf16(rng.normal(size=(steps, key_heads, dk)) * 0.1),
+        rng.normal(size=(steps, key_heads, dk)),
+    )
     k = bf16(k / np.linalg.norm(k, axis=-1, keepdims=True))
-    v, g = bf16(rng.normal(size=(steps, heads, dv))), rng.uniform(0.5, 1.0, (steps, heads)).astype(np.float32)
-    beta, state = bf16(rng.uniform(0.1, 0.9, (steps, heads))), (rng.normal(size=(heads, dv, dk)) * 0.1).astype(np.float32)
+    v, g = (
+        bf16(rng.normal(size=(steps, heads, dv))),
+        rng.uniform(0.5, 1.0, (steps, heads)).astype(np.float32),
+    )
+    beta, state = (
+        bf16(rng.uniform(0.1, 0.9, (steps, heads))),
+        (rng.normal(size=(heads, dv, dk)) * 0.1).astype(np.float32),
+    )
     s, y, per = state.astype(np.float64), np.zeros((steps, heads, dv)), heads // key_heads
     for t in range(steps):
         kt, qt = np.repeat(f32(k)[t], per, 0), np.repeat(f32(q)[t], per, 0)
@@ -266,10 +425,20 @@ def _recurrence():
 
 def _gated_delta(kernel: str) -> Case:
     inputs, y, state = _recurrence()
-    buffers = {**dict(enumerate(inputs)), 7: np.zeros(y.shape, np.uint16), 8: np.zeros(state.shape, np.float32)}
+    buffers = {
+        **dict(enumerate(inputs)),
+        7: np.zeros(y.shape, np.uint16),
+        8: np.zeros(state.shape, np.float32),
+    }
     rows, group = (8, (32, 2, 1)) if kernel.endswith("packed") else (1, (32, 4, 1))
-    return Case("gated_delta", kernel, buffers, (1, 128 // rows // group[1], 4), group,
-                {7: y.astype(np.float32), 8: state.astype(np.float32)})
+    return Case(
+        "gated_delta",
+        kernel,
+        buffers,
+        (1, 128 // rows // group[1], 4),
+        group,
+        {7: y.astype(np.float32), 8: state.astype(np.float32)},
+    )
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -279,7 +448,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "gather_qmv": _gather_qmv,
     "qmm_t": lambda: _qmm("quantized", "qmm_t", 40, 128, 64, 32),
     "qmm_t ragged": lambda: _qmm("quantized", "qmm_t", 19, 128, 40, 32),
+    "qmm_t ragged columns": lambda: _qmm("quantized", "qmm_t", 32, 128, 40, 32),
     "qmm_n": lambda: _qmm("quantized", "qmm_n", 40, 128, 64, 32),
+    "qmm_n ragged depth": lambda: _qmm("quantized", "qmm_n", 40, 80, 64, 32),
     "qmm_t_nax": lambda: _qmm("nax", "qmm_t_nax", 100, 128, 128, 64),
     "qmm_n_nax": lambda: _qmm("nax", "qmm_n_nax", 100, 128, 128, 64),
     "sdpa_vector": _sdpa,

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (programs on one line)
 """Every kind of fault that the checked host looks for, planted; and the same kernels without it."""
 
 import re
@@ -56,7 +57,9 @@ FAULTS = {
 
 @pytest.fixture(scope="module", params=[True, False], ids=["planted", "clean"])
 def library(request):
-    return request.param, Library(SOURCE, host="checked", defines={"FAULT": 1} if request.param else None)
+    return request.param, Library(
+        SOURCE, host="checked", defines={"FAULT": 1} if request.param else None
+    )
 
 
 def dispatch(library, name, keywords, **more):
@@ -68,7 +71,9 @@ def dispatch(library, name, keywords, **more):
     kernel = library[name]
     wanted = {p.index for p in kernel.info.buffers}
     buffers = {i: b for i, b in buffers.items() if i in wanted}
-    return kernel(buffers, keywords.pop("grid"), keywords.pop("threadgroup"), on_fault="return", **keywords)
+    return kernel(
+        buffers, keywords.pop("grid"), keywords.pop("threadgroup"), on_fault="return", **keywords
+    )
 
 
 def marked_lines(name):
@@ -91,7 +96,9 @@ def test_planted_fault_is_caught_on_its_line_and_its_twin_is_silent(library, nam
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("name", [n for n, (kind, _) in FAULTS.items() if "race" in kind or "divergent" in kind])
+@pytest.mark.parametrize(
+    "name", [n for n, (kind, _) in FAULTS.items() if "race" in kind or "divergent" in kind]
+)
 def test_order_of_threads_changes_nothing(library, name, seed):
     planted, compiled = library
     kind, keywords = FAULTS[name]
@@ -113,7 +120,8 @@ def test_a_fault_raises_and_names_kernel_threads_byte_and_place(library):
         compiled["bounds_read_past"]([np.zeros(128, np.float32), np.zeros(128, np.float32)], 1, 128)
     [fault] = raised.value.faults
     assert (fault.thread, fault.byte, fault.buffer, fault.count) == (127, 512, 0, 1)
-    assert "faults.metal:%d" % min(marked_lines("bounds_read_past")) in str(raised.value)
+    [line] = marked_lines("bounds_read_past")
+    assert f"faults.metal:{line}" in str(raised.value)
     assert "argument 0 (x)" in str(raised.value)
 
 

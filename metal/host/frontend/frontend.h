@@ -14,11 +14,11 @@ namespace msl {
 
 // Everything that the driver tells the plugin, and what the plugin remembers for one source file.
 struct State {
-  std::string manifest;                       // path of the JSON manifest; empty while generating code
-  bool strict = false;                        // also the project's own rules
-  bool gpu = false;                           // target is NVPTX
-  std::map<int, std::string> values;          // function constant id -> value
-  std::vector<clang::VarDecl*> constants;     // function constants in source order
+  std::string manifest;                    // path of the JSON manifest; empty while generating code
+  bool strict = false;                     // also the project's own rules
+  bool gpu = false;                        // target is NVPTX
+  std::map<int, std::string> values;       // function constant id -> value
+  std::vector<clang::VarDecl*> constants;  // function constants in source order
 };
 extern State state;
 

@@ -1,12 +1,11 @@
 // What clang accepts and Metal does not, the project's own rules, and the manifest of kernels.
 // Every report ends in its rule's name in brackets.
-#include "frontend.h"
-
 #include <set>
 
 #include "clang/AST/RecursiveASTVisitor.h"
 #include "clang/Basic/SourceManager.h"
 #include "clang/Lex/Lexer.h"
+#include "frontend.h"
 #include "llvm/Support/FileSystem.h"
 #include "llvm/Support/FormatVariadic.h"
 #include "llvm/Support/JSON.h"
@@ -18,26 +17,36 @@ namespace {
 
 // Attributes of kernel parameters that the host fills in, and whether they are vectors.
 const std::map<std::string, bool> kBuiltins = {
-    {"thread_position_in_grid", true},        {"thread_position_in_threadgroup", true},
-    {"threadgroup_position_in_grid", true},   {"threads_per_threadgroup", true},
-    {"threads_per_grid", true},               {"threadgroups_per_grid", true},
+    {"thread_position_in_grid", true},
+    {"thread_position_in_threadgroup", true},
+    {"threadgroup_position_in_grid", true},
+    {"threads_per_threadgroup", true},
+    {"threads_per_grid", true},
+    {"threadgroups_per_grid", true},
     {"dispatch_threads_per_threadgroup", true},
-    {"thread_index_in_threadgroup", false},   {"thread_index_in_simdgroup", false},
-    {"thread_index_in_quadgroup", false},     {"simdgroup_index_in_threadgroup", false},
-    {"quadgroup_index_in_threadgroup", false}, {"threads_per_simdgroup", false},
-    {"thread_execution_width", false},        {"simdgroups_per_threadgroup", false},
+    {"thread_index_in_threadgroup", false},
+    {"thread_index_in_simdgroup", false},
+    {"thread_index_in_quadgroup", false},
+    {"simdgroup_index_in_threadgroup", false},
+    {"quadgroup_index_in_threadgroup", false},
+    {"threads_per_simdgroup", false},
+    {"thread_execution_width", false},
+    {"simdgroups_per_threadgroup", false},
     {"dispatch_simdgroups_per_threadgroup", false},
 };
 
 std::string builtinOf(const ParmVarDecl* parameter) {
   for (const auto* attribute : parameter->specific_attrs<AnnotateAttr>()) {
     StringRef text = attribute->getAnnotation();
-    if (text.consume_front("msl.") && kBuiltins.count(text.str())) return text.str();
+    if (text.consume_front("msl.") && kBuiltins.count(text.str()))
+      return text.str();
   }
   return "";
 }
 
-bool isIndirect(QualType type) { return type->isPointerType() || type->isReferenceType(); }
+bool isIndirect(QualType type) {
+  return type->isPointerType() || type->isReferenceType();
+}
 
 // Type of the elements of an array, vector, pointer or reference.
 QualType elementOf(QualType type) {
@@ -57,7 +66,8 @@ QualType elementOf(QualType type) {
 class Lint : public RecursiveASTVisitor<Lint> {
  public:
   explicit Lint(Sema& sema)
-      : sema_(sema), context_(sema.Context),
+      : sema_(sema),
+        context_(sema.Context),
         diagnostic_(sema.Diags.getCustomDiagID(DiagnosticsEngine::Error, "%0 [%1]")) {}
 
   std::map<const FunctionDecl*, std::set<const FunctionDecl*>> calls;
@@ -65,16 +75,27 @@ class Lint : public RecursiveASTVisitor<Lint> {
   std::map<const FunctionDecl*, uint64_t> threadgroupBytes;
   std::vector<FunctionDecl*> kernels;
 
-  bool shouldVisitTemplateInstantiations() const { return true; }
+  bool shouldVisitTemplateInstantiations() const {
+    return true;
+  }
 
-  bool TraverseFunctionDecl(FunctionDecl* function) { return traverse(function); }
-  bool TraverseCXXMethodDecl(CXXMethodDecl* function) { return traverse(function); }
-  bool TraverseCXXConstructorDecl(CXXConstructorDecl* function) { return traverse(function); }
-  bool TraverseCXXConversionDecl(CXXConversionDecl* function) { return traverse(function); }
+  bool TraverseFunctionDecl(FunctionDecl* function) {
+    return traverse(function);
+  }
+  bool TraverseCXXMethodDecl(CXXMethodDecl* function) {
+    return traverse(function);
+  }
+  bool TraverseCXXConstructorDecl(CXXConstructorDecl* function) {
+    return traverse(function);
+  }
+  bool TraverseCXXConversionDecl(CXXConversionDecl* function) {
+    return traverse(function);
+  }
 
   // ---- types and conversions
   bool VisitImplicitCastExpr(ImplicitCastExpr* cast) {
-    if (cast->isPartOfExplicitCast() || cast->getCastKind() != CK_FloatingCast) return true;
+    if (cast->isPartOfExplicitCast() || cast->getCastKind() != CK_FloatingCast)
+      return true;
     QualType to = cast->getType().getUnqualifiedType();
     QualType from = cast->getSubExpr()->getType().getUnqualifiedType();
     if (to->isBFloat16Type() && !from->isBFloat16Type() &&
@@ -85,7 +106,8 @@ class Lint : public RecursiveASTVisitor<Lint> {
   }
 
   bool VisitCastExpr(CastExpr* cast) {
-    if (cast->getCastKind() != CK_BitCast) return true;
+    if (cast->getCastKind() != CK_BitCast)
+      return true;
     auto* to = cast->getType()->getAs<VectorType>();
     auto* from = cast->getSubExpr()->getType()->getAs<VectorType>();
     if (to && from && !context_.hasSameType(to->getElementType(), from->getElementType()))
@@ -97,10 +119,12 @@ class Lint : public RecursiveASTVisitor<Lint> {
 
   bool VisitExplicitCastExpr(ExplicitCastExpr* cast) {
     QualType to = cast->getType(), from = cast->getSubExpr()->IgnoreParenImpCasts()->getType();
-    if (to->isDependentType() || from->isDependentType()) return true;
-    if (!to->isPointerType() || !(from->isPointerType() || from->isArrayType())) return true;
-    LangAS source = from->isPointerType() ? from->getPointeeType().getAddressSpace()
-                                          : from.getAddressSpace();
+    if (to->isDependentType() || from->isDependentType())
+      return true;
+    if (!to->isPointerType() || !(from->isPointerType() || from->isArrayType()))
+      return true;
+    LangAS source =
+        from->isPointerType() ? from->getPointeeType().getAddressSpace() : from.getAddressSpace();
     if (source != to->getPointeeType().getAddressSpace())
       report(cast->getExprLoc(), "a cast from one address space to another", "address-space");
     return true;
@@ -111,7 +135,8 @@ class Lint : public RecursiveASTVisitor<Lint> {
     StringRef spelling = Lexer::getSourceText(
         CharSourceRange::getTokenRange(sema_.SourceMgr.getSpellingLoc(loc.getBeginLoc())),
         sema_.SourceMgr, sema_.getLangOpts());
-    if (spelling == "double") report(loc.getBeginLoc(), "Metal has no double", "no-double");
+    if (spelling == "double")
+      report(loc.getBeginLoc(), "Metal has no double", "no-double");
     if (spelling == "__int128")
       report(loc.getBeginLoc(), "Metal has no 128-bit integer", "no-int128");
     return true;
@@ -123,10 +148,11 @@ class Lint : public RecursiveASTVisitor<Lint> {
 
   bool VisitVarDecl(VarDecl* variable) {
     QualType type = variable->getType();
-    if (type->isDependentType() || isa<ParmVarDecl>(variable)) return true;
+    if (type->isDependentType() || isa<ParmVarDecl>(variable))
+      return true;
     LangAS space = type.getNonReferenceType().getAddressSpace();
-    if (variable->isFileVarDecl() && !variable->isConstexpr() &&
-        space != LangAS::opencl_constant && type.getAddressSpace() != LangAS::opencl_constant)
+    if (variable->isFileVarDecl() && !variable->isConstexpr() && space != LangAS::opencl_constant &&
+        type.getAddressSpace() != LangAS::opencl_constant)
       report(variable->getLocation(), "a program-scope variable must be 'constant'",
              "constant-scope");
     if (variable->isStaticLocal() && space != LangAS::opencl_local &&
@@ -160,15 +186,18 @@ class Lint : public RecursiveASTVisitor<Lint> {
   }
 
   bool VisitCXXConstructExpr(CXXConstructExpr* construct) {
-    if (current_) calls[current_].insert(construct->getConstructor()->getCanonicalDecl());
+    if (current_)
+      calls[current_].insert(construct->getConstructor()->getCanonicalDecl());
     return true;
   }
 
   bool VisitCXXMemberCallExpr(CXXMemberCallExpr* call) {
     auto* method = call->getMethodDecl();
-    if (!method || method->isImplicit() || method->isStatic()) return true;
+    if (!method || method->isImplicit() || method->isStatic())
+      return true;
     QualType object = call->getImplicitObjectArgument()->IgnoreParenImpCasts()->getType();
-    if (object->isPointerType()) object = object->getPointeeType();
+    if (object->isPointerType())
+      object = object->getPointeeType();
     if (object.getAddressSpace() != method->getMethodQualifiers().getAddressSpace())
       report(call->getExprLoc(),
              "'" + method->getNameAsString() + "' is for objects in another address space",
@@ -177,14 +206,16 @@ class Lint : public RecursiveASTVisitor<Lint> {
   }
 
   bool VisitCallExpr(CallExpr* call) {
-    if (call->isTypeDependent() || call->getCallee()->isTypeDependent()) return true;
+    if (call->isTypeDependent() || call->getCallee()->isTypeDependent())
+      return true;
     auto* callee = call->getDirectCallee();
     if (!callee) {
       if (!isa<CXXMemberCallExpr>(call) && !isa<UnresolvedLookupExpr>(call->getCallee()))
         report(call->getExprLoc(), "a call through a pointer", "no-function-pointer");
       return true;
     }
-    if (current_) calls[current_].insert(callee->getCanonicalDecl());
+    if (current_)
+      calls[current_].insert(callee->getCanonicalDecl());
     if (!isMetalFunction(callee))
       report(call->getExprLoc(), "'" + callee->getNameAsString() + "' is not a Metal function",
              "function-whitelist");
@@ -192,14 +223,30 @@ class Lint : public RecursiveASTVisitor<Lint> {
   }
 
   // ---- statements and declarations that Metal lacks
-  bool VisitCXXNewExpr(CXXNewExpr* e) { return no(e->getBeginLoc(), "new", "no-new"); }
-  bool VisitCXXDeleteExpr(CXXDeleteExpr* e) { return no(e->getBeginLoc(), "delete", "no-new"); }
-  bool VisitCXXThrowExpr(CXXThrowExpr* e) { return no(e->getBeginLoc(), "throw", "no-exceptions"); }
-  bool VisitCXXTryStmt(CXXTryStmt* s) { return no(s->getBeginLoc(), "try", "no-exceptions"); }
-  bool VisitGotoStmt(GotoStmt* s) { return no(s->getBeginLoc(), "goto", "no-goto"); }
-  bool VisitLabelStmt(LabelStmt* s) { return no(s->getBeginLoc(), "labels", "no-goto"); }
-  bool VisitAsmStmt(AsmStmt* s) { return no(s->getAsmLoc(), "inline assembly", "no-asm"); }
-  bool VisitCXXTypeidExpr(CXXTypeidExpr* e) { return no(e->getBeginLoc(), "typeid", "no-rtti"); }
+  bool VisitCXXNewExpr(CXXNewExpr* e) {
+    return no(e->getBeginLoc(), "new", "no-new");
+  }
+  bool VisitCXXDeleteExpr(CXXDeleteExpr* e) {
+    return no(e->getBeginLoc(), "delete", "no-new");
+  }
+  bool VisitCXXThrowExpr(CXXThrowExpr* e) {
+    return no(e->getBeginLoc(), "throw", "no-exceptions");
+  }
+  bool VisitCXXTryStmt(CXXTryStmt* s) {
+    return no(s->getBeginLoc(), "try", "no-exceptions");
+  }
+  bool VisitGotoStmt(GotoStmt* s) {
+    return no(s->getBeginLoc(), "goto", "no-goto");
+  }
+  bool VisitLabelStmt(LabelStmt* s) {
+    return no(s->getBeginLoc(), "labels", "no-goto");
+  }
+  bool VisitAsmStmt(AsmStmt* s) {
+    return no(s->getAsmLoc(), "inline assembly", "no-asm");
+  }
+  bool VisitCXXTypeidExpr(CXXTypeidExpr* e) {
+    return no(e->getBeginLoc(), "typeid", "no-rtti");
+  }
   bool VisitCXXDynamicCastExpr(CXXDynamicCastExpr* e) {
     return no(e->getBeginLoc(), "dynamic_cast", "no-rtti");
   }
@@ -207,11 +254,15 @@ class Lint : public RecursiveASTVisitor<Lint> {
     return no(e->getBeginLoc(), "statement expressions", "gnu-extension");
   }
   bool VisitLambdaExpr(LambdaExpr* e) {
-    return sema_.getLangOpts().CPlusPlus20 || no(e->getBeginLoc(), "lambdas before Metal 4",
-                                                 "no-lambda");
+    return sema_.getLangOpts().CPlusPlus20 ||
+           no(e->getBeginLoc(), "lambdas before Metal 4", "no-lambda");
   }
-  bool VisitConceptDecl(ConceptDecl* d) { return no(d->getLocation(), "concepts", "cxx20"); }
-  bool VisitRequiresExpr(RequiresExpr* e) { return no(e->getBeginLoc(), "requires", "cxx20"); }
+  bool VisitConceptDecl(ConceptDecl* d) {
+    return no(d->getLocation(), "concepts", "cxx20");
+  }
+  bool VisitRequiresExpr(RequiresExpr* e) {
+    return no(e->getBeginLoc(), "requires", "cxx20");
+  }
   bool VisitCXXRewrittenBinaryOperator(CXXRewrittenBinaryOperator* e) {
     return no(e->getBeginLoc(), "rewritten comparisons", "cxx20");
   }
@@ -229,7 +280,8 @@ class Lint : public RecursiveASTVisitor<Lint> {
   }
 
   bool VisitFunctionDecl(FunctionDecl* function) {
-    if (!function->isThisDeclarationADefinition() || function->isDependentContext()) return true;
+    if (!function->isThisDeclarationADefinition() || function->isDependentContext())
+      return true;
     if (function->isVariadic())
       no(function->getLocation(), "variadic functions", "no-variadic");
     if (findAttribute(function, "kernel") || findAttribute(function, "msl_kernel")) {
@@ -243,17 +295,21 @@ class Lint : public RecursiveASTVisitor<Lint> {
     for (const auto& [function, unused] : calls) {
       std::set<const FunctionDecl*> seen;
       collect(function, seen, false);
-      if (seen.count(function)) report(function->getLocation(), "recursion", "no-recursion");
+      if (seen.count(function))
+        report(function->getLocation(), "recursion", "no-recursion");
     }
   }
 
   // Everything that a function may call; itself only where it is reached again, or when asked for.
   void collect(const FunctionDecl* function, std::set<const FunctionDecl*>& seen, bool self) {
-    if (self) seen.insert(function);
+    if (self)
+      seen.insert(function);
     auto found = calls.find(function);
-    if (found == calls.end()) return;
+    if (found == calls.end())
+      return;
     for (const auto* callee : found->second)
-      if (seen.insert(callee).second) collect(callee, seen, false);
+      if (seen.insert(callee).second)
+        collect(callee, seen, false);
   }
 
   std::string hostName(const FunctionDecl* function) {
@@ -285,19 +341,23 @@ class Lint : public RecursiveASTVisitor<Lint> {
     return loc.isInvalid() || sema_.SourceMgr.isInSystemHeader(loc);
   }
 
-  // A call is Metal's when the source itself defines the function, or <metal_stdlib> offers it under
-  // a public name. Names that begin with __ and C functions are the host's own.
+  // A call is Metal's when the source itself defines the function, or <metal_stdlib> offers it
+  // under a public name. Names that begin with __ and C functions are the host's own.
   bool isMetalFunction(const FunctionDecl* callee) {
-    if (callee->isImplicit() && !callee->getBuiltinID()) return true;
+    if (callee->isImplicit() && !callee->getBuiltinID())
+      return true;
     const auto* id = callee->getIdentifier();
     StringRef name = id ? id->getName() : "";
     if (callee->getBuiltinID() &&
-        (callee->getLocation().isInvalid() || sema_.SourceMgr.isInSystemHeader(callee->getLocation()) ||
-         name.starts_with("__builtin")))
+        (callee->getLocation().isInvalid() ||
+         sema_.SourceMgr.isInSystemHeader(callee->getLocation()) || name.starts_with("__builtin")))
       return false;
-    if (!foreign(callee->getLocation())) return true;
-    if (name.starts_with("__metal_")) return !state.strict;
-    if (name == "__msl_make") return true;
+    if (!foreign(callee->getLocation()))
+      return true;
+    if (name.starts_with("__metal_"))
+      return !state.strict;
+    if (name == "__msl_make")
+      return true;
     return !name.starts_with("__") && !callee->isExternC();
   }
 
@@ -308,13 +368,16 @@ class Lint : public RecursiveASTVisitor<Lint> {
 
   void report(SourceLocation loc, const std::string& message, const char* rule) {
     loc = sema_.SourceMgr.getExpansionLoc(loc);
-    if (foreign(loc) || !seen_.insert({loc.getRawEncoding(), message}).second) return;
+    if (foreign(loc) || !seen_.insert({loc.getRawEncoding(), message}).second)
+      return;
     sema_.Diag(loc, diagnostic_) << message << rule;
   }
 
   std::string name(QualType type) {
-    if (type->isBFloat16Type()) return "bfloat";
-    if (type->isHalfType()) return "half";
+    if (type->isBFloat16Type())
+      return "bfloat";
+    if (type->isHalfType())
+      return "half";
     return type.getAsString(context_.getPrintingPolicy());
   }
 
@@ -374,19 +437,19 @@ Object describe(const ParmVarDecl* parameter, ASTContext& context, const Printin
   bool indirect = isIndirect(type);
   QualType value = indirect ? type->getPointeeType() : type;
   LangAS space = indirect ? value.getAddressSpace() : LangAS::Default;
-  Object result{{"name", parameter->getName().str()},
-                {"builtin", builtinOf(parameter)},
-                {"space", space == LangAS::opencl_global     ? "device"
-                          : space == LangAS::opencl_constant ? "constant"
-                          : space == LangAS::opencl_local    ? "threadgroup"
-                                                             : ""},
-                {"reference", type->isReferenceType()},
-                {"const", value.isConstQualified()},
-                {"type", context.removeAddrSpaceQualType(value).getUnqualifiedType().getAsString(
-                             policy)},
-                {"size", value->isIncompleteType()
-                             ? 0
-                             : static_cast<int64_t>(context.getTypeSizeInChars(value).getQuantity())}};
+  Object result{
+      {"name", parameter->getName().str()},
+      {"builtin", builtinOf(parameter)},
+      {"space", space == LangAS::opencl_global     ? "device"
+                : space == LangAS::opencl_constant ? "constant"
+                : space == LangAS::opencl_local    ? "threadgroup"
+                                                   : ""},
+      {"reference", type->isReferenceType()},
+      {"const", value.isConstQualified()},
+      {"type", context.removeAddrSpaceQualType(value).getUnqualifiedType().getAsString(policy)},
+      {"size", value->isIncompleteType()
+                   ? 0
+                   : static_cast<int64_t>(context.getTypeSizeInChars(value).getQuantity())}};
   if (const auto* attribute = findAttribute(parameter, "buffer"))
     result["index"] = integerArgument(attribute);
   if (const auto* attribute = findAttribute(parameter, "threadgroup"))
@@ -407,7 +470,8 @@ void writeManifest(Sema& sema, Lint& lint) {
     std::string name;
     llvm::raw_string_ostream stream(name);
     function->getNameForDiagnostic(stream, policy, true);
-    if (!seen.insert(name).second) continue;
+    if (!seen.insert(name).second)
+      continue;
     Array parameters;
     for (auto* parameter : function->parameters())
       parameters.push_back(describe(parameter, context, policy));
@@ -440,8 +504,8 @@ void writeManifest(Sema& sema, Lint& lint) {
   std::error_code error;
   llvm::raw_fd_ostream out(state.manifest, error);
   if (error) {
-    sema.Diag(SourceLocation(), sema.Diags.getCustomDiagID(DiagnosticsEngine::Error,
-                                                           "cannot write %0: %1"))
+    sema.Diag(SourceLocation(),
+              sema.Diags.getCustomDiagID(DiagnosticsEngine::Error, "cannot write %0: %1"))
         << state.manifest << error.message();
     return;
   }

@@ -1,8 +1,6 @@
 // clang-19 plugin that turns its C++ front end into one for the Metal Shading Language:
 // OpenCL's address spaces as types, MSL attributes, function constants, threadgroup variables,
 // copies of structs between address spaces.
-#include "frontend.h"
-
 #include <cstdlib>
 
 #include "clang/AST/ASTConsumer.h"
@@ -14,6 +12,7 @@
 #include "clang/Lex/Preprocessor.h"
 #include "clang/Sema/ParsedAttr.h"
 #include "clang/Sema/SemaConsumer.h"
+#include "frontend.h"
 
 using namespace clang;
 
@@ -24,7 +23,8 @@ State state;
 const AnnotateAttr* findAttribute(const Decl* decl, StringRef name) {
   for (const auto* attribute : decl->specific_attrs<AnnotateAttr>()) {
     StringRef text = attribute->getAnnotation();
-    if (text.consume_front("msl.") && text.split(':').first == name) return attribute;
+    if (text.consume_front("msl.") && text.split(':').first == name)
+      return attribute;
   }
   return nullptr;
 }
@@ -35,7 +35,8 @@ std::string argument(const AnnotateAttr* attribute) {
 
 int integerArgument(const AnnotateAttr* attribute) {
   int value = -1;
-  if (StringRef(argument(attribute)).getAsInteger(10, value)) return -1;
+  if (StringRef(argument(attribute)).getAsInteger(10, value))
+    return -1;
   return value;
 }
 
@@ -50,21 +51,30 @@ constexpr LangAS kSpaces[] = {LangAS::Default, LangAS::opencl_global, LangAS::op
 class SpaceCopies {
  public:
   SpaceCopies(Sema& sema, CXXRecordDecl* record)
-      : sema_(sema), context_(sema.Context), record_(record), loc_(record->getLocation()),
+      : sema_(sema),
+        context_(sema.Context),
+        record_(record),
+        loc_(record->getLocation()),
         type_(context_.getTypeDeclType(record)) {}
 
   void add() {
-    if (record_->isDependentContext() || record_->isLambda() || record_->isInvalidDecl()) return;
-    if (!record_->hasTrivialCopyConstructor() && !record_->needsImplicitCopyConstructor()) return;
+    if (record_->isDependentContext() || record_->isLambda() || record_->isInvalidDecl())
+      return;
+    if (!record_->hasTrivialCopyConstructor() && !record_->needsImplicitCopyConstructor())
+      return;
     if (record_->hasUserDeclaredCopyConstructor() || record_->hasUserDeclaredCopyAssignment())
       return;
     // The five implicit members come first: a copy constructor declared later would suppress them.
     if (record_->needsImplicitDefaultConstructor())
       sema_.DeclareImplicitDefaultConstructor(record_);
-    if (record_->needsImplicitCopyConstructor()) sema_.DeclareImplicitCopyConstructor(record_);
-    if (record_->needsImplicitMoveConstructor()) sema_.DeclareImplicitMoveConstructor(record_);
-    if (record_->needsImplicitCopyAssignment()) sema_.DeclareImplicitCopyAssignment(record_);
-    if (record_->needsImplicitMoveAssignment()) sema_.DeclareImplicitMoveAssignment(record_);
+    if (record_->needsImplicitCopyConstructor())
+      sema_.DeclareImplicitCopyConstructor(record_);
+    if (record_->needsImplicitMoveConstructor())
+      sema_.DeclareImplicitMoveConstructor(record_);
+    if (record_->needsImplicitCopyAssignment())
+      sema_.DeclareImplicitCopyAssignment(record_);
+    if (record_->needsImplicitMoveAssignment())
+      sema_.DeclareImplicitMoveAssignment(record_);
     for (LangAS source : kSpaces)
       if (source != LangAS::Default)
         constructor(reference(source, true), LangAS::Default, ConstexprSpecKind::Constexpr);
@@ -73,28 +83,31 @@ class SpaceCopies {
       constructor(QualType(), LangAS::opencl_local, ConstexprSpecKind::Unspecified);
     for (LangAS target : {LangAS::Default, LangAS::opencl_global, LangAS::opencl_local})
       for (LangAS source : kSpaces)
-        if (target != LangAS::Default || source != LangAS::Default) assignment(target, source);
+        if (target != LangAS::Default || source != LangAS::Default)
+          assignment(target, source);
   }
 
  private:
   QualType reference(LangAS space, bool constant) {
     QualType type = constant ? type_.withConst() : type_;
-    if (space != LangAS::Default) type = context_.getAddrSpaceQualType(type, space);
+    if (space != LangAS::Default)
+      type = context_.getAddrSpaceQualType(type, space);
     return context_.getLValueReferenceType(type);
   }
 
   FunctionProtoType::ExtProtoInfo prototype(LangAS space) {
     FunctionProtoType::ExtProtoInfo info;
     info.ExceptionSpec.Type = EST_BasicNoexcept;
-    if (space != LangAS::Default) info.TypeQuals.addAddressSpace(space);
+    if (space != LangAS::Default)
+      info.TypeQuals.addAddressSpace(space);
     return info;
   }
 
   void finish(CXXMethodDecl* method, QualType parameter) {
     if (!parameter.isNull()) {
-      auto* decl = ParmVarDecl::Create(context_, method, loc_, loc_, nullptr, parameter,
-                                       context_.getTrivialTypeSourceInfo(parameter, loc_), SC_None,
-                                       nullptr);
+      auto* decl =
+          ParmVarDecl::Create(context_, method, loc_, loc_, nullptr, parameter,
+                              context_.getTrivialTypeSourceInfo(parameter, loc_), SC_None, nullptr);
       method->setParams(decl);
     }
     method->setAccess(AS_public);
@@ -106,7 +119,8 @@ class SpaceCopies {
 
   void constructor(QualType parameter, LangAS space, ConstexprSpecKind constexprKind) {
     ArrayRef<QualType> parameters;
-    if (!parameter.isNull()) parameters = parameter;
+    if (!parameter.isNull())
+      parameters = parameter;
     QualType type = context_.getFunctionType(context_.VoidTy, parameters, prototype(space));
     DeclarationName name =
         context_.DeclarationNames.getCXXConstructorName(context_.getCanonicalType(type_));
@@ -141,15 +155,17 @@ class SpaceCopies {
 // ---- Before code generation: annotations have done their work, and threadgroup variables have no
 // initialiser (no constructor may run on them).
 struct Strip : RecursiveASTVisitor<Strip> {
-  bool shouldVisitTemplateInstantiations() const { return true; }
+  bool shouldVisitTemplateInstantiations() const {
+    return true;
+  }
   bool VisitFunctionDecl(FunctionDecl* function) {
     function->dropAttr<AnnotateAttr>();
-    for (auto* parameter : function->parameters()) parameter->dropAttr<AnnotateAttr>();
+    for (auto* parameter : function->parameters())
+      parameter->dropAttr<AnnotateAttr>();
     return true;
   }
   bool VisitVarDecl(VarDecl* variable) {
-    if (variable->isStaticLocal() &&
-        variable->getType().getAddressSpace() == LangAS::opencl_local)
+    if (variable->isStaticLocal() && variable->getType().getAddressSpace() == LangAS::opencl_local)
       variable->setInit(nullptr);
     variable->dropAttr<AnnotateAttr>();
     return true;
@@ -159,17 +175,23 @@ struct Strip : RecursiveASTVisitor<Strip> {
 struct Consumer : SemaConsumer {
   Sema* sema = nullptr;
 
-  void InitializeSema(Sema& s) override { sema = &s; }
-  void ForgetSema() override { sema = nullptr; }
+  void InitializeSema(Sema& s) override {
+    sema = &s;
+  }
+  void ForgetSema() override {
+    sema = nullptr;
+  }
 
   void HandleTagDeclDefinition(TagDecl* decl) override {
     if (auto* record = dyn_cast<CXXRecordDecl>(decl); record && sema)
       SpaceCopies(*sema, record).add();
   }
   bool HandleTopLevelDecl(DeclGroupRef group) override {
-    if (!state.manifest.empty()) return true;
+    if (!state.manifest.empty())
+      return true;
     for (auto* decl : group)
-      if (isa<FunctionDecl>(decl)) Strip().TraverseDecl(decl);
+      if (isa<FunctionDecl>(decl))
+        Strip().TraverseDecl(decl);
     return true;
   }
   void HandleTranslationUnit(ASTContext& context) override {
@@ -216,7 +238,8 @@ class Tokens {
 
   // `kernel void f(...)` becomes `__attribute__((msl_kernel)) void f(...)`.
   void kernelKeyword(Token& token) {
-    if (last_.isOneOf(tok::l_square, tok::l_paren, tok::comma)) return;
+    if (last_.isOneOf(tok::l_square, tok::l_paren, tok::comma))
+      return;
     if (!token.is(tok::identifier) ||
         token.getIdentifierInfo() != preprocessor_.getIdentifierInfo("kernel"))
       return;
@@ -232,7 +255,8 @@ class Tokens {
   void instantiationAttributes(Token& token) {
     switch (rewriting_) {
       case Outside:
-        if (token.is(tok::kw_template)) rewriting_ = AfterTemplate;
+        if (token.is(tok::kw_template))
+          rewriting_ = AfterTemplate;
         break;
       case AfterTemplate:
         if (token.is(tok::l_square)) {
@@ -249,8 +273,10 @@ class Tokens {
         depth_ = 0;
         break;
       case Inside:
-        if (token.is(tok::l_paren)) ++depth_;
-        if (token.is(tok::r_paren)) --depth_;
+        if (token.is(tok::l_paren))
+          ++depth_;
+        if (token.is(tok::r_paren))
+          --depth_;
         if (depth_ == 0 && token.is(tok::r_square)) {
           token.setKind(tok::r_paren);
           rewriting_ = SecondClose;
@@ -304,7 +330,9 @@ struct Action : PluginASTAction {
   std::unique_ptr<ASTConsumer> CreateASTConsumer(CompilerInstance&, StringRef) override {
     return std::make_unique<Consumer>();
   }
-  ActionType getActionType() override { return AddBeforeMainAction; }
+  ActionType getActionType() override {
+    return AddBeforeMainAction;
+  }
 
   bool ParseArgs(const CompilerInstance& compiler, const std::vector<std::string>& args) override {
     for (StringRef arg : args) {
@@ -346,15 +374,21 @@ FrontendPluginRegistry::Add<Action> actionRegistration("msl", "Metal Shading Lan
 
 // ---- Attributes.
 struct MslAttribute : ParsedAttrInfo {
-  MslAttribute() { OptArgs = 3; }
-  bool diagAppertainsToDecl(Sema&, const ParsedAttr&, const Decl*) const override { return true; }
+  MslAttribute() {
+    OptArgs = 3;
+  }
+  bool diagAppertainsToDecl(Sema&, const ParsedAttr&, const Decl*) const override {
+    return true;
+  }
 
   AttrHandling handleDeclAttribute(Sema& sema, Decl* decl, const ParsedAttr& attr) const override {
     StringRef name = attr.getAttrName()->getName();
     name.consume_front("msl_");
-    if (name == "__local") name = "threadgroup";
+    if (name == "__local")
+      name = "threadgroup";
     std::string text = ("msl." + name).str();
-    if (attr.getNumArgs()) text += ":" + argumentText(sema, attr);
+    if (attr.getNumArgs())
+      text += ":" + argumentText(sema, attr);
     decl->addAttr(AnnotateAttr::Create(sema.Context, text, nullptr, 0, attr.getRange()));
     if (name == "function_constant")
       if (auto* variable = dyn_cast<VarDecl>(decl); variable && !isa<ParmVarDecl>(variable))
@@ -364,16 +398,19 @@ struct MslAttribute : ParsedAttrInfo {
 
  private:
   static std::string argumentText(Sema& sema, const ParsedAttr& attr) {
-    if (attr.isArgIdent(0)) return attr.getArgAsIdent(0)->Ident->getName().str();
+    if (attr.isArgIdent(0))
+      return attr.getArgAsIdent(0)->Ident->getName().str();
     const Expr* expr = attr.getArgAsExpr(0)->IgnoreParenImpCasts();
-    if (auto* literal = dyn_cast<StringLiteral>(expr)) return literal->getString().str();
+    if (auto* literal = dyn_cast<StringLiteral>(expr))
+      return literal->getString().str();
     Expr::EvalResult result;
     if (auto* reference = dyn_cast<DeclRefExpr>(expr);
         reference && findAttribute(reference->getDecl(), "function_constant"))
       return reference->getDecl()->getName().str();
     if (!expr->isValueDependent() && expr->EvaluateAsInt(result, sema.Context))
       return std::to_string(result.Val.getInt().getExtValue());
-    if (auto* reference = dyn_cast<DeclRefExpr>(expr)) return reference->getDecl()->getName().str();
+    if (auto* reference = dyn_cast<DeclRefExpr>(expr))
+      return reference->getDecl()->getName().str();
     return "";
   }
 
@@ -398,30 +435,31 @@ struct MslAttribute : ParsedAttrInfo {
       variable->setInit(FloatingLiteral::Create(
           context, llvm::APFloat(std::strtof(value.c_str(), nullptr)), true, type, loc));
     else
-      sema.Diag(loc, sema.Diags.getCustomDiagID(
-                         DiagnosticsEngine::Error,
-                         "function constants here are bool, integers or float [function-constant]"));
+      sema.Diag(loc,
+                sema.Diags.getCustomDiagID(
+                    DiagnosticsEngine::Error,
+                    "function constants here are bool, integers or float [function-constant]"));
     // is_function_constant_defined(NAME) reads this sibling.
     auto* defined = VarDecl::Create(
         context, variable->getDeclContext(), loc, loc,
         &context.Idents.get(("__msl_defined_" + variable->getName()).str()),
-        context.getAddrSpaceQualType(context.BoolTy.withConst(), LangAS::opencl_constant),
-        nullptr, SC_Static);
-    defined->setInit(CXXBoolLiteralExpr::Create(context, found != state.values.end(),
-                                                context.BoolTy, loc));
+        context.getAddrSpaceQualType(context.BoolTy.withConst(), LangAS::opencl_constant), nullptr,
+        SC_Static);
+    defined->setInit(
+        CXXBoolLiteralExpr::Create(context, found != state.values.end(), context.BoolTy, loc));
     defined->setImplicit();
     sema.PushOnScopeChains(defined, sema.TUScope);
   }
 };
 
-#define ATTRIBUTE(NAME)                                                                  \
-  struct Attribute_##NAME : MslAttribute {                                               \
-    Attribute_##NAME() {                                                                 \
-      static constexpr Spelling spellings[] = {{ParsedAttr::AS_CXX11, #NAME},            \
-                                               {ParsedAttr::AS_GNU, #NAME}};             \
-      Spellings = spellings;                                                             \
-    }                                                                                    \
-  };                                                                                     \
+#define ATTRIBUTE(NAME)                                                       \
+  struct Attribute_##NAME : MslAttribute {                                    \
+    Attribute_##NAME() {                                                      \
+      static constexpr Spelling spellings[] = {{ParsedAttr::AS_CXX11, #NAME}, \
+                                               {ParsedAttr::AS_GNU, #NAME}};  \
+      Spellings = spellings;                                                  \
+    }                                                                         \
+  };                                                                          \
   static ParsedAttrInfoRegistry::Add<Attribute_##NAME> registration_##NAME(#NAME, "");
 ATTRIBUTE(kernel)
 ATTRIBUTE(msl_kernel)
@@ -460,11 +498,14 @@ struct VariableAttribute : ParsedAttrInfo {
                                     const LangOptions&) const override {
     rules.push_back({attr::SubjectMatchRule_variable, true});
   }
-  bool diagAppertainsToDecl(Sema&, const ParsedAttr&, const Decl*) const override { return true; }
+  bool diagAppertainsToDecl(Sema&, const ParsedAttr&, const Decl*) const override {
+    return true;
+  }
 
   AttrHandling handleDeclAttribute(Sema& sema, Decl* decl, const ParsedAttr&) const override {
     auto* variable = dyn_cast<VarDecl>(decl);
-    if (!variable) return AttributeApplied;
+    if (!variable)
+      return AttributeApplied;
     ASTContext& context = sema.Context;
     sema.getOpenCLOptions().support("cl_khr_fp16");
     sema.getOpenCLOptions().enable("cl_khr_fp16");
@@ -493,7 +534,8 @@ struct VariableAttribute : ParsedAttrInfo {
 
   static void constantIsConst(ASTContext& context, VarDecl* variable) {
     QualType type = variable->getType();
-    if (!type->isPointerType() && !type->isReferenceType()) return;
+    if (!type->isPointerType() && !type->isReferenceType())
+      return;
     QualType target = type->getPointeeType();
     if (target.getAddressSpace() != LangAS::opencl_constant || target.isConstQualified() ||
         target->isFunctionType())

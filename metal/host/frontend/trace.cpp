@@ -22,9 +22,12 @@ constexpr unsigned kDevice = 1, kConstant = 2, kThreadgroup = 3;  // -ffake-addr
 constexpr unsigned kStore = 1, kAtomic = 2, kThreadgroupAccess = 4, kUpdate = kStore | kAtomic | 8;
 constexpr uint64_t kRedZone = 256;
 
-bool isChecked(const Module& module) { return module.getNamedGlobal("__msl_checked"); }
+bool isChecked(const Module& module) {
+  return module.getNamedGlobal("__msl_checked");
+}
 
-// The driver names the folder of <metal_stdlib>, so that a report shows the line that called into it.
+// The driver names the folder of <metal_stdlib>, so that a report shows the line that called into
+// it.
 std::string shimFolder(const Module& module) {
   if (auto* global = module.getNamedGlobal("__msl_include"))
     if (auto* text = dyn_cast<ConstantDataArray>(global->getInitializer()))
@@ -45,7 +48,8 @@ class Sites {
   // Where in the user's source an instruction comes from; null when nowhere.
   const DILocation* user(const Instruction& instruction) const {
     const DILocation* loc = instruction.getDebugLoc();
-    while (loc && StringRef(path(loc)).starts_with(shim_)) loc = loc->getInlinedAt();
+    while (loc && StringRef(path(loc)).starts_with(shim_))
+      loc = loc->getInlinedAt();
     return loc;
   }
 
@@ -54,9 +58,11 @@ class Sites {
     for (const DILocation* loc = instruction.getDebugLoc(); loc; loc = loc->getInlinedAt())
       key += path(loc) + ":" + std::to_string(loc->getLine()) + ":" +
              std::to_string(loc->getColumn()) + ";";
-    if (const auto* function = instruction.getFunction()) key += function->getName();
+    if (const auto* function = instruction.getFunction())
+      key += function->getName();
     auto& site = sites_[key];
-    if (!site) site = make(user(instruction), function(instruction), sites_.size());
+    if (!site)
+      site = make(user(instruction), function(instruction), sites_.size());
     return site;
   }
 
@@ -66,7 +72,8 @@ class Sites {
     auto* value = ConstantStruct::get(
         type_, {text(loc ? path(loc) : "?"), number(loc ? loc->getLine() : 0),
                 number(loc ? loc->getColumn() : 0), number(order), text(function)});
-    return new GlobalVariable(module_, type_, true, GlobalValue::PrivateLinkage, value, "__msl_site");
+    return new GlobalVariable(module_, type_, true, GlobalValue::PrivateLinkage, value,
+                              "__msl_site");
   }
 
   Constant* text(StringRef string) {
@@ -81,14 +88,17 @@ class Sites {
 
   std::string function(const Instruction& instruction) const {
     const DILocation* loc = user(instruction);
-    if (!loc) return "";
-    if (auto* program = loc->getScope()->getSubprogram()) return program->getName().str();
+    if (!loc)
+      return "";
+    if (auto* program = loc->getScope()->getSubprogram())
+      return program->getName().str();
     return "";
   }
 
   static std::string path(const DILocation* loc) {
     StringRef file = loc->getFilename();
-    if (file.starts_with("/") || loc->getDirectory().empty()) return file.str();
+    if (file.starts_with("/") || loc->getDirectory().empty())
+      return file.str();
     return (loc->getDirectory() + "/" + file).str();
   }
 
@@ -104,10 +114,13 @@ struct Early : PassInfoMixin<Early> {
   PreservedAnalyses run(Module& module, ModuleAnalysisManager&) {
     internalise(module);
     threadgroupVariables(module);
-    if (isChecked(module)) branches(module);
+    if (isChecked(module))
+      branches(module);
     return PreservedAnalyses::none();
   }
-  static bool isRequired() { return true; }
+  static bool isRequired() {
+    return true;
+  }
 
  private:
   // Only the launch stubs, which are extern "C", are called from outside.
@@ -124,8 +137,10 @@ struct Early : PassInfoMixin<Early> {
   static void threadgroupVariables(Module& module) {
     std::vector<GlobalVariable*> variables;
     for (auto& global : module.globals())
-      if (global.isThreadLocal() && global.hasInitializer()) variables.push_back(&global);
-    if (variables.empty()) return;
+      if (global.isThreadLocal() && global.hasInitializer())
+        variables.push_back(&global);
+    if (variables.empty())
+      return;
     auto& context = module.getContext();
     auto* pointer = PointerType::get(context, 0);
     auto* size = Type::getInt64Ty(context);
@@ -134,20 +149,23 @@ struct Early : PassInfoMixin<Early> {
     std::vector<Constant*> table;
     for (auto* variable : variables) {
       uint64_t bytes = module.getDataLayout().getTypeAllocSize(variable->getValueType());
-      if (isChecked(module)) variable = withRedZone(module, variable);
+      if (isChecked(module))
+        variable = withRedZone(module, variable);
       variable->setLinkage(GlobalValue::ExternalLinkage);
       variable->setVisibility(GlobalValue::HiddenVisibility);
       variable->setDSOLocal(true);
-      if (!isChecked(module)) continue;
+      if (!isChecked(module))
+        continue;
       auto* getter = Function::Create(FunctionType::get(pointer, false),
                                       GlobalValue::InternalLinkage, "__msl_address", module);
       IRBuilder<> builder(BasicBlock::Create(context, "", getter));
       auto* address = builder.CreateThreadLocalAddress(variable);
       builder.CreateRet(builder.CreateAddrSpaceCast(address, pointer));
-      table.push_back(
-          ConstantStruct::get(entry, {sites.text(localName(variable->getName())), ConstantInt::get(size, bytes), getter}));
+      table.push_back(ConstantStruct::get(entry, {sites.text(localName(variable->getName())),
+                                                  ConstantInt::get(size, bytes), getter}));
     }
-    if (table.empty()) return;
+    if (table.empty())
+      return;
     auto* type = ArrayType::get(entry, table.size());
     new GlobalVariable(module, type, true, GlobalValue::ExternalLinkage,
                        ConstantArray::get(type, table), "__msl_threadgroup_variables");
@@ -170,9 +188,9 @@ struct Early : PassInfoMixin<Early> {
     auto& context = module.getContext();
     auto* zone = ArrayType::get(Type::getInt8Ty(context), kRedZone);
     auto* type = StructType::get(context, {old->getValueType(), zone});
-    auto* grown = new GlobalVariable(module, type, false, GlobalValue::ExternalLinkage,
-                                     UndefValue::get(type), "", old, old->getThreadLocalMode(),
-                                     old->getAddressSpace());
+    auto* grown =
+        new GlobalVariable(module, type, false, GlobalValue::ExternalLinkage, UndefValue::get(type),
+                           "", old, old->getThreadLocalMode(), old->getAddressSpace());
     grown->setInitializer(Constant::getNullValue(type));
     grown->takeName(old);
     grown->setAlignment(Align(kRedZone));
@@ -188,7 +206,8 @@ struct Early : PassInfoMixin<Early> {
     auto& context = module.getContext();
     auto* pointer = PointerType::get(context, 0);
     auto* flag = Type::getInt1Ty(context);
-    auto callee = module.getOrInsertFunction("__msl_branch", Type::getVoidTy(context), flag, pointer);
+    auto callee =
+        module.getOrInsertFunction("__msl_branch", Type::getVoidTy(context), flag, pointer);
     auto* function = cast<Function>(callee.getCallee());
     function->setOnlyAccessesInaccessibleMemory();
     function->setDoesNotThrow();
@@ -206,7 +225,8 @@ struct Early : PassInfoMixin<Early> {
                                                           sites.function(*instruction), choice)});
       };
       if (auto* branch = dyn_cast<BranchInst>(instruction)) {
-        if (branch->isConditional()) emit(branch->getCondition(), 0);
+        if (branch->isConditional())
+          emit(branch->getCondition(), 0);
       } else {
         auto* choose = cast<SwitchInst>(instruction);
         unsigned choice = 0;
@@ -221,24 +241,29 @@ struct Early : PassInfoMixin<Early> {
 struct Late : PassInfoMixin<Late> {
   PreservedAnalyses run(Module& module, ModuleAnalysisManager&) {
     Sites sites(module);
-    for (const char* name : {"__msl_threadgroup_barrier", "__msl_simdgroup_barrier", "__msl_exchange"})
+    for (const char* name :
+         {"__msl_threadgroup_barrier", "__msl_simdgroup_barrier", "__msl_exchange"})
       if (auto* function = module.getFunction(name))
         for (auto* user : function->users())
           if (auto* call = dyn_cast<CallInst>(user))
             call->setArgOperand(call->arg_size() - 1, sites.of(*call));
     if (isChecked(module)) {
       counters(module);
-      for (auto& function : module) accesses(function, sites);
+      for (auto& function : module)
+        accesses(function, sites);
     }
     return PreservedAnalyses::none();
   }
-  static bool isRequired() { return true; }
+  static bool isRequired() {
+    return true;
+  }
 
  private:
   // { site, times taken, times not taken }
   static void counters(Module& module) {
     auto* function = module.getFunction("__msl_branch");
-    if (!function) return;
+    if (!function)
+      return;
     auto& context = module.getContext();
     auto* pointer = PointerType::get(context, 0);
     auto* count = Type::getInt64Ty(context);
@@ -246,7 +271,8 @@ struct Late : PassInfoMixin<Late> {
     std::map<Value*, Constant*> made;
     std::vector<Constant*> table;
     std::vector<CallInst*> calls;
-    for (auto* user : function->users()) calls.push_back(cast<CallInst>(user));
+    for (auto* user : function->users())
+      calls.push_back(cast<CallInst>(user));
     for (auto* call : calls) {
       auto* condition = call->getArgOperand(0);
       if (!isa<Constant>(condition)) {
@@ -254,9 +280,9 @@ struct Late : PassInfoMixin<Late> {
         auto& counter = made[site];
         if (!counter) {
           auto* zero = ConstantInt::get(count, 0);
-          counter = new GlobalVariable(module, type, false, GlobalValue::InternalLinkage,
-                                       ConstantStruct::get(type, {site, zero, zero}),
-                                       "__msl_counter");
+          counter =
+              new GlobalVariable(module, type, false, GlobalValue::InternalLinkage,
+                                 ConstantStruct::get(type, {site, zero, zero}), "__msl_counter");
           table.push_back(counter);
         }
         IRBuilder<> builder(call);
@@ -291,8 +317,10 @@ struct Late : PassInfoMixin<Late> {
     std::vector<Access> found;
     auto add = [&](Instruction& i, unsigned operand, Value* size, unsigned flags) {
       unsigned space = i.getOperand(operand)->getType()->getPointerAddressSpace();
-      if (space != kDevice && space != kConstant && space != kThreadgroup) return;
-      found.push_back({&i, operand, size, flags | (space == kThreadgroup ? kThreadgroupAccess : 0)});
+      if (space != kDevice && space != kConstant && space != kThreadgroup)
+        return;
+      found.push_back(
+          {&i, operand, size, flags | (space == kThreadgroup ? kThreadgroupAccess : 0)});
     };
     auto fixed = [&](Type* type) { return ConstantInt::get(word, layout.getTypeStoreSize(type)); };
     for (auto& i : instructions(function)) {

@@ -1,14 +1,15 @@
-#include "runtime.h"
-
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
 
+#include "runtime.h"
+
 namespace msl {
 namespace {
 
-constexpr uint32_t kStore = 1, kAtomic = 2, kThreadgroup = 4, kReads = 8;  // as in frontend/trace.cpp
-constexpr uint32_t kFlagDevice = 1, kFlagThreadgroup = 2;      // mem_flags
+constexpr uint32_t kStore = 1, kAtomic = 2, kThreadgroup = 4,
+                   kReads = 8;                             // as in frontend/trace.cpp
+constexpr uint32_t kFlagDevice = 1, kFlagThreadgroup = 2;  // mem_flags
 constexpr uint64_t kPage = 1024, kLine = 128;
 
 }  // namespace
@@ -33,13 +34,17 @@ void Checker::beginThreadgroup(uint64_t index) {
 
 void Checker::threadgroupBarrier(uint32_t flags) {
   ++epoch_;
-  if (flags & kFlagThreadgroup) threadgroup_epoch_ = epoch_;
-  if (flags & kFlagDevice) device_epoch_ = epoch_;
+  if (flags & kFlagThreadgroup)
+    threadgroup_epoch_ = epoch_;
+  if (flags & kFlagDevice)
+    device_epoch_ = epoch_;
 }
 
 void Checker::simdgroupBarrier(Simdgroup& simdgroup, uint32_t flags) {
-  if (flags & kFlagThreadgroup) ++simdgroup.epoch;
-  if (flags & kFlagDevice) ++simdgroup.device_epoch;
+  if (flags & kFlagThreadgroup)
+    ++simdgroup.epoch;
+  if (flags & kFlagDevice)
+    ++simdgroup.device_epoch;
 }
 
 void Checker::report(Fault fault) {
@@ -49,7 +54,8 @@ void Checker::report(Fault fault) {
   auto [found, fresh] = known_.try_emplace(key, launch_.fault_count);
   if (fresh) {
     fault.count = 1;
-    if (launch_.fault_count < launch_.fault_capacity) launch_.faults[launch_.fault_count] = fault;
+    if (launch_.fault_count < launch_.fault_capacity)
+      launch_.faults[launch_.fault_count] = fault;
     ++launch_.fault_count;
   } else if (found->second < launch_.fault_capacity) {
     ++launch_.faults[found->second].count;
@@ -83,7 +89,8 @@ ThreadId Checker::other(const Access& access, bool device) const {
 // Two accesses to one byte, one of them a write, must have a barrier between them: of the
 // threadgroup, or of the simdgroup when both threads are in it. Between threadgroups nothing orders
 // them. Atomic accesses do not race with each other.
-void Checker::track(Byte& byte, bool device, bool store, bool atomic, const Site* site, Fault& fault) {
+void Checker::track(Byte& byte, bool device, bool store, bool atomic, const Site* site,
+                    Fault& fault) {
   const Context& context = worker_.current->context;
   const Simdgroup& group = *worker_.current->simdgroup;
   uint32_t epoch = device ? device_epoch_ : threadgroup_epoch_;
@@ -92,10 +99,14 @@ void Checker::track(Byte& byte, bool device, bool store, bool atomic, const Site
   uint32_t simdgroup = context.simdgroup_index_in_threadgroup;
 
   auto conflicts = [&](const Access& a, bool many_lanes, bool many_groups) {
-    if (!a.site || (a.atomic && atomic)) return false;
-    if (device && a.epoch < first_epoch_) return true;  // an earlier threadgroup
-    if (a.epoch < epoch) return false;
-    if (many_groups || a.thread / kSimdWidth != simdgroup) return true;
+    if (!a.site || (a.atomic && atomic))
+      return false;
+    if (device && a.epoch < first_epoch_)
+      return true;  // an earlier threadgroup
+    if (a.epoch < epoch)
+      return false;
+    if (many_groups || a.thread / kSimdWidth != simdgroup)
+      return true;
     return a.simd_epoch == simd_epoch && (many_lanes || a.thread != thread);
   };
   auto race = [&](const Access& a, bool writes) {
@@ -135,7 +146,8 @@ void Checker::track(Byte& byte, bool device, bool store, bool atomic, const Site
     }
     now.atomic = atomic && read.atomic;
   } else {
-    if (read.site && device && read.epoch < first_epoch_) byte.other_threadgroup = true;
+    if (read.site && device && read.epoch < first_epoch_)
+      byte.other_threadgroup = true;
     byte.many_lanes = byte.many_simdgroups = false;
   }
   read = now;
@@ -190,7 +202,8 @@ char* Checker::threadgroupAccess(char* address, uint32_t size, uint32_t flags, c
       report(f);
       block.written[i] = serial_;  // once
     }
-    if (store) block.written[i] = serial_;
+    if (store)
+      block.written[i] = serial_;
     track(block.shadow[i], false, store, flags & kAtomic, site, f);
   }
   return address;
@@ -198,12 +211,14 @@ char* Checker::threadgroupAccess(char* address, uint32_t size, uint32_t flags, c
 
 Checker::Byte& Checker::shadow(uint64_t address) {
   auto& page = pages_[address / kPage];
-  if (page.empty()) page.resize(kPage);
+  if (page.empty())
+    page.resize(kPage);
   return page[address % kPage];
 }
 
 char* Checker::access(char* address, uint32_t size, uint32_t flags, const Site* site) {
-  if (flags & kThreadgroup) return threadgroupAccess(address, size, flags, site);
+  if (flags & kThreadgroup)
+    return threadgroupAccess(address, size, flags, site);
   bool store = flags & kStore, reads = !store || flags & kReads, atomic = flags & kAtomic;
   auto holds = [&](const Buffer& b) { return address >= b.data && address < b.data + b.bytes; };
   // Several arguments may share memory; a store belongs to one that may be written.
@@ -212,7 +227,8 @@ char* Checker::access(char* address, uint32_t size, uint32_t flags, const Site* 
   if (last_buffer_ >= launch_.buffer_count || !fits(buffers[last_buffer_])) {
     const Buffer* end = buffers + launch_.buffer_count;
     const Buffer* found = std::find_if(buffers, end, fits);
-    if (found == end) found = std::find_if(buffers, end, holds);
+    if (found == end)
+      found = std::find_if(buffers, end, holds);
     if (found == end) {
       Fault f = begin(kOutOfBounds, site, store);
       f.lanes = size;
@@ -258,7 +274,8 @@ char* Checker::access(char* address, uint32_t size, uint32_t flags, const Site* 
     ++traffic.loads;
     traffic.load_bytes += size;
   }
-  if (launch_.lines) countLines(last_buffer_, address, size, store, site);
+  if (launch_.lines)
+    countLines(last_buffer_, address, size, store, site);
   if (buffer.initialised) {
     for (uint64_t i = at; i < at + size; ++i) {
       if (reads && !buffer.initialised[i]) {
@@ -268,7 +285,8 @@ char* Checker::access(char* address, uint32_t size, uint32_t flags, const Site* 
         break;
       }
     }
-    if (store) std::memset(buffer.initialised + at, 1, size);
+    if (store)
+      std::memset(buffer.initialised + at, 1, size);
   }
   if (buffer.shared_writable) {
     auto base = reinterpret_cast<uint64_t>(address);
@@ -286,13 +304,16 @@ void Checker::countLines(uint32_t buffer, const char* address, uint32_t size, bo
                          const Site* site) {
   const Context& c = worker_.current->context;
   uint64_t key = reinterpret_cast<uint64_t>(site) * 0x9E3779B97F4A7C15ull +
-                 (static_cast<uint64_t>(c.simdgroup_index_in_threadgroup) << 8) + buffer * 2 + store;
+                 (static_cast<uint64_t>(c.simdgroup_index_in_threadgroup) << 8) + buffer * 2 +
+                 store;
   Lines& lines = lines_[key];
-  if (!lines.site) lines = {site, buffer, store, {}, {}};
+  if (!lines.site)
+    lines = {site, buffer, store, {}, {}};
   uint32_t n = lines.executed[c.thread_index_in_simdgroup]++;
   auto first = reinterpret_cast<uint64_t>(address) / kLine;
   auto last = (reinterpret_cast<uint64_t>(address) + std::max(size, 1u) - 1) / kLine;
-  for (uint64_t line = first; line <= last; ++line) lines.touched.push_back({n, line});
+  for (uint64_t line = first; line <= last; ++line)
+    lines.touched.push_back({n, line});
 }
 
 void Checker::endThreadgroup() {
@@ -310,7 +331,8 @@ void Checker::endThreadgroup() {
 
 extern "C" char* __msl_access(char* address, uint32_t size, uint32_t flags, const Site* site) {
   Worker* w = worker;
-  if (!w || !w->checker || !size) return address;
+  if (!w || !w->checker || !size)
+    return address;
   return w->checker->access(address, size, flags, site);
 }
 

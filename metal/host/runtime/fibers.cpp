@@ -1,5 +1,3 @@
-#include "runtime.h"
-
 #include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -11,6 +9,8 @@
 #include <cstring>
 #include <mutex>
 #include <thread>
+
+#include "runtime.h"
 
 namespace msl {
 
@@ -140,7 +140,9 @@ bool samePlace(const Site* a, const Site* b) {
   return a == b || (a->line == b->line && a->column == b->column && a->file == b->file);
 }
 
-uint32_t fullMask(const Simdgroup& s) { return s.size == 32 ? 0xffffffffu : (1u << s.size) - 1; }
+uint32_t fullMask(const Simdgroup& s) {
+  return s.size == 32 ? 0xffffffffu : (1u << s.size) - 1;
+}
 
 // Ends the operation of the lanes in `mask`, which all wait at `site`.
 void complete(Worker& w, Simdgroup& s, uint32_t mask, const Site* site, Fiber* running) {
@@ -159,7 +161,8 @@ void complete(Worker& w, Simdgroup& s, uint32_t mask, const Site* site, Fiber* r
   for (uint32_t lane = s.size; lane-- > 0;)
     if (mask >> lane & 1) {
       s.fibers[lane]->waiting = nullptr;
-      if (s.fibers[lane] != running) makeReady(w, s.fibers[lane]);
+      if (s.fibers[lane] != running)
+        makeReady(w, s.fibers[lane]);
     }
   s.arrived -= __builtin_popcount(mask);
   s.arrived_mask &= ~mask;
@@ -167,8 +170,10 @@ void complete(Worker& w, Simdgroup& s, uint32_t mask, const Site* site, Fiber* r
   s.site = nullptr;
   for (uint32_t lane = 0; lane < s.size; ++lane)
     if (s.arrived_mask >> lane & 1) {
-      if (!s.site) s.site = s.fibers[lane]->waiting;
-      if (s.site != s.fibers[lane]->waiting) s.mixed = true;
+      if (!s.site)
+        s.site = s.fibers[lane]->waiting;
+      if (s.site != s.fibers[lane]->waiting)
+        s.mixed = true;
     }
 }
 
@@ -191,7 +196,8 @@ void releaseBarrier(Worker& w) {
   w.waiting = 0;
   w.barrier_site = w.barrier_other = nullptr;
   std::reverse(w.at_barrier.begin(), w.at_barrier.end());
-  for (auto* fiber : w.at_barrier) makeReady(w, fiber);
+  for (auto* fiber : w.at_barrier)
+    makeReady(w, fiber);
   w.at_barrier.clear();
 }
 
@@ -199,17 +205,20 @@ void releaseBarrier(Worker& w) {
 // the lanes that it has, as a GPU would.
 void resolveDivergence(Worker& w) {
   for (auto& s : w.simdgroups) {
-    if (!s.arrived) continue;
+    if (!s.arrived)
+      continue;
     const Site* site = nullptr;
     uint32_t mask = 0;
     for (uint32_t lane = 0; lane < s.size; ++lane) {
-      if (!(s.arrived_mask >> lane & 1)) continue;
+      if (!(s.arrived_mask >> lane & 1))
+        continue;
       const Site* at = s.fibers[lane]->waiting;
       if (!site || at->order < site->order) {
         site = at;
         mask = 0;
       }
-      if (at == site) mask |= 1u << lane;
+      if (at == site)
+        mask |= 1u << lane;
     }
     complete(w, s, mask, site, nullptr);
     return;
@@ -220,14 +229,16 @@ void resolveDivergence(Worker& w) {
 
 // Leaves the current fiber for the next one that can run.
 void yield(Worker& w, void** save) {
-  while (w.ready.empty() && w.live) resolveDivergence(w);
+  while (w.ready.empty() && w.live)
+    resolveDivergence(w);
   if (w.ready.empty()) {
     msl_switch(save, w.scheduler);
     return;
   }
   Fiber* next = w.ready.back();
   w.ready.pop_back();
-  if (save == &w.current->stack_pointer && next == w.current) return;
+  if (save == &w.current->stack_pointer && next == w.current)
+    return;
   w.current = next;
   msl_switch(save, next->stack_pointer);
 }
@@ -241,7 +252,8 @@ extern "C" void msl_fiber() {
   --w.live;
   if (s.arrived && s.arrived == s.active && !s.mixed)
     complete(w, s, s.arrived_mask, s.site, nullptr);
-  if (w.live && w.waiting == w.live) releaseBarrier(w);
+  if (w.live && w.waiting == w.live)
+    releaseBarrier(w);
   void* unused;
   yield(w, &unused);
   __builtin_unreachable();
@@ -252,7 +264,8 @@ void prepareStack(Fiber& fiber) {
 #if defined(__x86_64__)
   *--top = 0;  // as if called: the stack is 16-byte aligned before the return address
   *--top = reinterpret_cast<uint64_t>(&msl_fiber);
-  for (size_t i = 0; i < kSavedWords; ++i) *--top = 0;
+  for (size_t i = 0; i < kSavedWords; ++i)
+    *--top = 0;
 #else
   top -= kSavedWords;
   std::memset(top, 0, kSavedWords * 8);
@@ -266,10 +279,9 @@ void runThreadgroup(Worker& w, uint64_t index) {
   const uint32_t* shape = launch.threadgroup;
   uint32_t size = shape[0] * shape[1] * shape[2];
   uint32_t simdgroups = (size + kSimdWidth - 1) / kSimdWidth;
-  uint32_t position[3] = {
-      static_cast<uint32_t>(index % launch.grid[0]),
-      static_cast<uint32_t>(index / launch.grid[0] % launch.grid[1]),
-      static_cast<uint32_t>(index / launch.grid[0] / launch.grid[1])};
+  uint32_t position[3] = {static_cast<uint32_t>(index % launch.grid[0]),
+                          static_cast<uint32_t>(index / launch.grid[0] % launch.grid[1]),
+                          static_cast<uint32_t>(index / launch.grid[0] / launch.grid[1])};
   w.size = w.live = size;
   w.waiting = 0;
   w.barrier_site = w.barrier_other = nullptr;
@@ -307,27 +319,32 @@ void runThreadgroup(Worker& w, uint64_t index) {
     prepareStack(fiber);
     makeReady(w, &fiber);
   }
-  if (w.checker) w.checker->beginThreadgroup(index);
+  if (w.checker)
+    w.checker->beginThreadgroup(index);
   w.current = nullptr;
   Fiber* first = w.ready.back();
   w.ready.pop_back();
   w.current = first;
   msl_switch(&w.scheduler, first->stack_pointer);
   w.current = nullptr;
-  if (w.checker) w.checker->endThreadgroup();
+  if (w.checker)
+    w.checker->endThreadgroup();
 }
 
 void setThreadgroupMemory(Worker& w) {
   constexpr size_t gap = 256;  // between the arguments, so that an overrun of one is seen
   size_t total = gap;
-  for (uint32_t bytes : w.launch->threadgroup_bytes) total += (bytes + gap - 1) / gap * gap + gap;
+  for (uint32_t bytes : w.launch->threadgroup_bytes)
+    total += (bytes + gap - 1) / gap * gap + gap;
   w.memory.assign(total + gap, 0);
   auto base = reinterpret_cast<uintptr_t>(w.memory.data());
   char* at = w.memory.data() + (gap - base % gap) % gap + gap;
   for (uint32_t i = 0; i < kMaxThreadgroupArguments; ++i) {
     uint32_t bytes = w.launch->threadgroup_bytes[i];
-    for (auto& fiber : w.fibers) fiber.context.threadgroup_memory[i] = bytes ? at : nullptr;
-    if (w.checker && bytes) w.checker->addThreadgroupArgument(i, at, bytes);
+    for (auto& fiber : w.fibers)
+      fiber.context.threadgroup_memory[i] = bytes ? at : nullptr;
+    if (w.checker && bytes)
+      w.checker->addThreadgroupArgument(i, at, bytes);
     at += (bytes + gap - 1) / gap * gap + gap;
   }
 }
@@ -346,8 +363,10 @@ void onSegv(int signal, siginfo_t* info, void* context) {
     (void)!write(2, text, n);
   }
   const struct sigaction& old = previous[signal == SIGBUS];
-  if (old.sa_flags & SA_SIGINFO && old.sa_sigaction) return old.sa_sigaction(signal, info, context);
-  if (old.sa_handler != SIG_DFL && old.sa_handler != SIG_IGN) return old.sa_handler(signal);
+  if (old.sa_flags & SA_SIGINFO && old.sa_sigaction)
+    return old.sa_sigaction(signal, info, context);
+  if (old.sa_handler != SIG_DFL && old.sa_handler != SIG_IGN)
+    return old.sa_handler(signal);
   ::signal(signal, SIG_DFL);
 }
 
@@ -357,13 +376,16 @@ ThreadId identify(const Fiber* fiber) {
   const Context& c = fiber->context;
   return {{c.threadgroup_position_in_grid[0], c.threadgroup_position_in_grid[1],
            c.threadgroup_position_in_grid[2]},
-          c.thread_index_in_threadgroup, c.simdgroup_index_in_threadgroup,
+          c.thread_index_in_threadgroup,
+          c.simdgroup_index_in_threadgroup,
           c.thread_index_in_simdgroup};
 }
 
 extern "C" {
 
-uint32_t __msl_lane() { return worker->current->context.thread_index_in_simdgroup; }
+uint32_t __msl_lane() {
+  return worker->current->context.thread_index_in_simdgroup;
+}
 
 Exchanged* __msl_exchange(uint64_t value, const Site* site) {
   Worker& w = *worker;
@@ -373,12 +395,15 @@ Exchanged* __msl_exchange(uint64_t value, const Site* site) {
   s.pending[lane] = value;
   fiber->waiting = site;
   s.arrived_mask |= 1u << lane;
-  if (!s.arrived++) s.site = site;
-  if (s.site != site) s.mixed = true;
+  if (!s.arrived++)
+    s.site = site;
+  if (s.site != site)
+    s.mixed = true;
   if (s.arrived == s.active && !s.mixed) {
     bool stay = !w.launch->shuffled;
     complete(w, s, s.arrived_mask, site, stay ? fiber : nullptr);
-    if (stay) return &s.exchanged;
+    if (stay)
+      return &s.exchanged;
   }
   yield(w, &fiber->stack_pointer);
   return &s.exchanged;
@@ -406,7 +431,8 @@ void __msl_threadgroup_barrier(uint32_t flags, const Site* site) {
   }
   w.barrier_flags &= flags;
   w.at_barrier.push_back(fiber);
-  if (w.waiting == w.live) releaseBarrier(w);
+  if (w.waiting == w.live)
+    releaseBarrier(w);
   yield(w, &fiber->stack_pointer);
 }
 
@@ -415,7 +441,8 @@ __attribute__((visibility("default"))) void msl_launch(Launch* launch) {
   std::lock_guard<std::mutex> lock(one_launch);
   uint64_t total = static_cast<uint64_t>(launch->grid[0]) * launch->grid[1] * launch->grid[2];
   uint32_t size = launch->threadgroup[0] * launch->threadgroup[1] * launch->threadgroup[2];
-  if (!total || !size) return;
+  if (!total || !size)
+    return;
   struct sigaction action = {};
   action.sa_sigaction = onSegv;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
@@ -425,7 +452,8 @@ __attribute__((visibility("default"))) void msl_launch(Launch* launch) {
   std::vector<uint64_t> order;  // of the threadgroups, when shuffled
   if (launch->shuffled) {
     order.resize(total);
-    for (uint64_t i = 0; i < total; ++i) order[i] = i;
+    for (uint64_t i = 0; i < total; ++i)
+      order[i] = i;
     std::shuffle(order.begin(), order.end(), std::mt19937_64(launch->seed));
   }
   std::atomic<uint64_t> next{0};
@@ -444,13 +472,17 @@ __attribute__((visibility("default"))) void msl_launch(Launch* launch) {
     w.simdgroups.resize((size + kSimdWidth - 1) / kSimdWidth);
     w.ready.reserve(size);
     w.at_barrier.reserve(size);
-    for (auto& fiber : w.fibers) fiber.stack = stacks.take();
+    for (auto& fiber : w.fibers)
+      fiber.stack = stacks.take();
     std::unique_ptr<Checker> checker;
-    if (launch->checked) checker = std::make_unique<Checker>(*launch, w);
+    if (launch->checked)
+      checker = std::make_unique<Checker>(*launch, w);
     w.checker = checker.get();
     setThreadgroupMemory(w);
-    for (uint64_t i; (i = next++) < total;) runThreadgroup(w, order.empty() ? i : order[i]);
-    for (auto& fiber : w.fibers) stacks.give(fiber.stack);
+    for (uint64_t i; (i = next++) < total;)
+      runThreadgroup(w, order.empty() ? i : order[i]);
+    for (auto& fiber : w.fibers)
+      stacks.give(fiber.stack);
     sigaltstack(&old_stack, nullptr);
     worker = nullptr;
     std::lock_guard<std::mutex> guard(sum);
@@ -459,10 +491,13 @@ __attribute__((visibility("default"))) void msl_launch(Launch* launch) {
     launch->partial_exchanges += w.partial;
   };
   std::vector<std::thread> threads;
-  uint32_t workers = launch->checked ? 1 : static_cast<uint32_t>(std::min<uint64_t>(launch->workers, total));
-  for (uint32_t i = 1; i < workers; ++i) threads.emplace_back(work);
+  uint32_t workers =
+      launch->checked ? 1 : static_cast<uint32_t>(std::min<uint64_t>(launch->workers, total));
+  for (uint32_t i = 1; i < workers; ++i)
+    threads.emplace_back(work);
   work();
-  for (auto& thread : threads) thread.join();
+  for (auto& thread : threads)
+    thread.join();
   sigaction(SIGSEGV, &previous[0], nullptr);
   sigaction(SIGBUS, &previous[1], nullptr);
 }

@@ -32,8 +32,17 @@ struct Site {
 };
 
 enum FaultKind : uint32_t {
-  kThreadgroupRace, kDeviceRace, kGridRace, kOutOfBounds, kDivergentBarrier, kDivergentSimd,
-  kUninitialisedThreadgroup, kUninitialisedDevice, kWriteToReadOnly, kReadOfWriteOnly, kFaultKinds
+  kThreadgroupRace,
+  kDeviceRace,
+  kGridRace,
+  kOutOfBounds,
+  kDivergentBarrier,
+  kDivergentSimd,
+  kUninitialisedThreadgroup,
+  kUninitialisedDevice,
+  kWriteToReadOnly,
+  kReadOfWriteOnly,
+  kFaultKinds
 };
 
 struct ThreadId {
@@ -44,17 +53,17 @@ struct Fault {
   uint32_t kind, store;  // store: the access at `site` writes
   const Site *site, *other_site;
   ThreadId thread, other;
-  int32_t buffer;           // argument index; -1: a threadgroup variable or none
-  uint32_t lanes;           // mask of the lanes, or count of the threads, that did arrive
-  int64_t byte;             // within the buffer or variable
-  uint64_t count;           // how often this pair of places did it
+  int32_t buffer;  // argument index; -1: a threadgroup variable or none
+  uint32_t lanes;  // mask of the lanes, or count of the threads, that did arrive
+  int64_t byte;    // within the buffer or variable
+  uint64_t count;  // how often this pair of places did it
   char variable[64];
 };
 
 struct Buffer {
   char* data;
   uint64_t bytes;
-  uint8_t* initialised;     // one byte per byte, or null when all of it is
+  uint8_t* initialised;  // one byte per byte, or null when all of it is
   int32_t index;
   uint32_t may_read, may_write, shared_writable;  // last: some argument that overlaps may write
 };
@@ -176,7 +185,8 @@ class Checker {
   char* threadgroupAccess(char*, uint32_t, uint32_t, const Site*);
   void track(Byte& byte, bool device, bool store, bool atomic, const Site* site, Fault& fault);
   Byte& shadow(uint64_t address);
-  void countLines(uint32_t buffer, const char* address, uint32_t size, bool store, const Site* site);
+  void countLines(uint32_t buffer, const char* address, uint32_t size, bool store,
+                  const Site* site);
   Fault begin(FaultKind kind, const Site* site, bool store);
   ThreadId other(const Access& access, bool device) const;
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -75,6 +76,11 @@ def commit() -> str | None:
     return revision + ("+" if changes else "")
 
 
+def load_average() -> float | None:
+    """Runnable tasks over the last minute: what else the machine was doing."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
 def heading(routine: str, arguments: list[str]) -> dict[str, Any]:
     """What every result file begins with."""
     return {
@@ -82,6 +88,7 @@ def heading(routine: str, arguments: list[str]) -> dict[str, Any]:
         "command": shlex.join(["python", "-m", "benchmarks", routine, *arguments]),
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
+        "load_before": load_average(),
         "machine": machine(),
         "versions": versions(),
     }
@@ -91,6 +98,8 @@ def save(result: dict[str, Any], text: str, arguments: argparse.Namespace, model
     """Print a result and keep it: NAME.json with every sample, NAME.txt with the table."""
     head = f"$ {result['command']}\n{result['date']}  {one_line(result['machine'])}\n"
     head += ", ".join(f"{n} {v}" for n, v in result["versions"].items() if v) + "\n"
+    if result["load_before"] is not None:
+        head += f"load average before the run: {result['load_before']}\n"
     print(f"\n{head}\n{text}")
     if arguments.no_save:
         return

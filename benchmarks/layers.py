@@ -194,6 +194,7 @@ def main(given: list[str]) -> None:
     arguments = parser.parse_args(given)
 
     def body() -> None:
+        heading = common.heading("layers", given)
         names = common.ENGINES[arguments.engine]
         if arguments.shapes == "35b":
             stock = random_model(SHAPES_35B)
@@ -211,7 +212,7 @@ def main(given: list[str]) -> None:
             about = compare.describe_model(engines[0], arguments.model)
         entries = measure(models, wide, arguments.rows, arguments.past, arguments.rounds)
         result = {
-            **common.heading("layers", given),
+            **heading,
             "model": about,
             "settings": {"rounds": arguments.rounds, "past": arguments.past},
             "rows": entries,

@@ -103,8 +103,9 @@ def main(given: list[str]) -> None:
     arguments = build_parser().parse_args(given)
 
     def body() -> None:
+        heading = common.heading("model", given)
         report, decode = measure(arguments)
-        result = {**common.heading("model", given), **report}
+        result = {**heading, **report}
         text = compare.render(report, decode)
         already_long = all(os.environ.get(k) == v for k, v in LONG_BUFFERS.items())
         if arguments.engine != "lily" and machine()["device"] == "gpu" and not already_long:

@@ -60,6 +60,7 @@ def main(given: list[str]) -> None:
     arguments = parser.parse_args(given)
 
     def body() -> None:
+        heading = common.heading("quality", given)
         engines = compare.load_engines(arguments.model, common.ENGINES[arguments.engine])
         text = common.prompt_text(arguments.model, arguments.text)
         ids = engines[0].tokenizer.encode(text)[: arguments.tokens]
@@ -79,7 +80,7 @@ def main(given: list[str]) -> None:
                 rows.append({"mode": mode, "engine": engine.name, **judge(found, reference, ids)})
         model = compare.describe_model(engines[0], arguments.model)
         result = {
-            **common.heading("quality", given),
+            **heading,
             "model": model,
             "settings": {"tokens": len(ids), "chunk": arguments.chunk},
             "rows": rows,

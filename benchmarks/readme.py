@@ -100,6 +100,13 @@ def _quality(result: dict[str, Any]) -> str:
     return markdown_table(header, lines) + "\n\n" + words
 
 
+def _load(result: dict[str, Any]) -> str:
+    """A warning when the machine had other work to do."""
+    load = result["load_before"]
+    busy = load is not None and load > 0.25 * result["machine"]["cores"]
+    return f"; **the machine was busy: load average {load} before the run**" if busy else ""
+
+
 TITLES = {
     "model": (_model, "Speed of the whole model"),
     "layers": (_layers, "Layer primitives"),
@@ -117,7 +124,8 @@ def figures(folder: Path) -> str:
             parts.append(
                 f"**{title}** ({name} model, {size:,.1f} MB; {one_line(result['machine'])}; "
                 f"mlx {result['versions']['mlx']}, mlx-lm {result['versions']['mlx-lm']}; "
-                f"{result['date']}):\n\n{write(result)}\n\n    {result['command']}"
+                f"{result['date']}{_load(result)}):\n\n{write(result)}\n\n"
+                f"    {result['command']}"
             )
     if not parts:
         raise ValueError(f"No results in {folder}: run `python -m benchmarks model` first.")

@@ -460,11 +460,10 @@ def build_report(
 ) -> dict[str, Any]:
     """Everything about one comparison, ready for JSON: every sample, medians, machine."""
     names = [e.name for e in engines]
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
         "format": FORMAT,
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {**machine(), "load_average": load},
+        "machine": machine(),
         "versions": versions(),
         "model": describe_model(engines[0], path),
         "settings": settings,

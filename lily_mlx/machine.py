@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -83,11 +84,12 @@ def machine() -> dict[str, Any]:
     """The machine: processor, cores, memory in bytes, system, MLX's default device."""
     device = mx.default_device()
     info = mx.device_info(device)
+    release = re.match(r"[\d.]*", platform.release()).group()
     return {
         "cpu": cpu_name(),
         "cores": cpu_count(),
         "memory_bytes": memory_bytes(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "system": f"{platform.system()} {release} {platform.machine()}",
         "device": "gpu" if device.type == mx.DeviceType.gpu else "cpu",
         "device_name": str(info.get("device_name", "unknown")),
     }

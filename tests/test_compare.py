@@ -342,6 +342,17 @@ def test_bad_input_is_one_sentence_and_exit_code_2(folder, more, words, capsys):
     assert "\n" not in last
 
 
+def benchmark(words, cwd):
+    """Run `python -m benchmarks`, on the installed package: the sources may hold no extension."""
+    code = (
+        "import sys, lily_mlx; sys.path.insert(0, sys.argv.pop(1)); "
+        "from benchmarks.__main__ import main; main()"
+    )
+    root = str(Path(__file__).resolve().parent.parent)
+    command = [sys.executable, "-c", code, root, *words]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -351,19 +362,14 @@ def test_bad_input_is_one_sentence_and_exit_code_2(folder, more, words, capsys):
     ],
 )
 def test_the_benchmarks_run(folder, tmp_path, words):
-    # The installed package first: the sources beside benchmarks/ may not hold a built extension.
-    code = (
-        "import sys, lily_mlx; sys.path.insert(0, sys.argv.pop(1)); "
-        "from benchmarks.__main__ import main; main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).resolve().parent.parent), *words,
-         "--model", str(folder), "--output-dir", str(tmp_path), "--label", "result"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )  # fmt: skip
+    where = ["--model", str(folder), "--output-dir", str(tmp_path), "--label", "result"]
+    done = benchmark([*words, *where], tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["routine"] == words[0] and result["rows"]
     assert (tmp_path / "result.txt").exists()
+
+
+def test_the_readme_says_what_the_result_files_say(tmp_path):
+    done = benchmark(["readme", "--check"], tmp_path)
+    assert done.returncode == 0, done.stderr

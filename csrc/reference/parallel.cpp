@@ -41,7 +41,7 @@ int configured_threads() {
 }
 
 // A decode step is a chain of short parallel regions, so a worker spins this long before it sleeps.
-constexpr int kSpins = 4000;
+constexpr int kSpins = 2000;
 
 class Pool {
  public:
@@ -49,33 +49,43 @@ class Pool {
     for (int i = 1; i < threads; ++i) {
       std::thread([this] { work(); }).detach();
     }
-    workers_ = threads - 1;
   }
 
   void run(size_t n, const std::function<void(size_t)>& task) {
     // One region at a time: streams have a thread each, and their regions queue here.
-    std::lock_guard<std::mutex> region(region_mutex_);
-    task_ = &task;
-    total_ = n;
-    next_.store(0, std::memory_order_relaxed);
-    busy_.store(workers_, std::memory_order_relaxed);
+    std::lock_guard<std::mutex> one(region_mutex_);
+    Region region{task, n};
     {
       std::lock_guard<std::mutex> lock(mutex_);
+      region_ = &region;
       generation_.fetch_add(1, std::memory_order_release);
     }
     wake_.notify_all();
-    drain();
-    while (busy_.load(std::memory_order_acquire) != 0) {
+    region.drain();
+    {
+      // A worker that has not come by now is not waited for: on a busy machine it may be long in
+      // coming.
+      std::lock_guard<std::mutex> lock(mutex_);
+      region_ = nullptr;
+    }
+    while (region.inside.load(std::memory_order_acquire) != 0) {
       std::this_thread::yield();
     }
   }
 
  private:
-  void drain() {
-    for (size_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < total_;) {
-      (*task_)(i);
+  struct Region {
+    const std::function<void(size_t)>& task;
+    size_t total;
+    std::atomic<size_t> next{0};
+    std::atomic<int> inside{0};
+
+    void drain() {
+      for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < total;) {
+        task(i);
+      }
     }
-  }
+  };
 
   void work() {
     uint64_t seen = 0;
@@ -83,13 +93,20 @@ class Pool {
       for (int i = 0; i < kSpins && generation_.load(std::memory_order_acquire) == seen; ++i) {
         std::this_thread::yield();
       }
-      if (generation_.load(std::memory_order_acquire) == seen) {
+      Region* region;
+      {
         std::unique_lock<std::mutex> lock(mutex_);
-        wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
+        wake_.wait(lock, [&] { return generation_.load(std::memory_order_relaxed) != seen; });
+        seen = generation_.load(std::memory_order_relaxed);
+        region = region_;
+        if (region != nullptr) {
+          region->inside.fetch_add(1, std::memory_order_relaxed);
+        }
       }
-      seen = generation_.load(std::memory_order_acquire);
-      drain();
-      busy_.fetch_sub(1, std::memory_order_release);
+      if (region != nullptr) {
+        region->drain();
+        region->inside.fetch_sub(1, std::memory_order_release);
+      }
     }
   }
 
@@ -97,11 +114,7 @@ class Pool {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::atomic<uint64_t> generation_{0};
-  std::atomic<size_t> next_{0};
-  std::atomic<int> busy_{0};
-  const std::function<void(size_t)>* task_ = nullptr;
-  size_t total_ = 0;
-  int workers_ = 0;
+  Region* region_ = nullptr;  // guarded by mutex_
 };
 
 Pool& pool() {

@@ -7,10 +7,29 @@
 namespace msl {
 namespace {
 
-constexpr uint32_t kStore = 1, kAtomic = 2, kThreadgroup = 4,
-                   kReads = 8;                             // as in frontend/trace.cpp
-constexpr uint32_t kFlagDevice = 1, kFlagThreadgroup = 2;  // mem_flags
-constexpr uint64_t kPage = 1024, kLine = 128;
+// As in frontend/trace.cpp.
+constexpr uint32_t kStore = 1, kAtomic = 2, kThreadgroup = 4, kReads = 8;
+// As in mem_flags.
+constexpr uint32_t kFlagDevice = 1, kFlagThreadgroup = 2;
+constexpr uint64_t kPage = 1024, kLine = 128, kManyLines = 1 << 20;
+
+template <class Region>
+bool holds(const Region& region, const char* address) {
+  return address >= region.data && address < region.data + region.bytes;
+}
+
+template <class Region>
+int64_t distance(const Region& region, const char* address) {
+  return address < region.data ? region.data - address : address - (region.data + region.bytes) + 1;
+}
+
+// The region that an address outside all of them is nearest to.
+template <class Region>
+const Region* nearest(const Region* begin, const Region* end, const char* address) {
+  return std::min_element(begin, end, [&](const Region& a, const Region& b) {
+    return distance(a, address) < distance(b, address);
+  });
+}
 
 }  // namespace
 
@@ -19,7 +38,6 @@ Checker::Checker(Launch& launch, Worker& owner) : launch_(launch), worker_(owner
     const Variable& v = launch.variables[i];
     blocks_.push_back({v.name, static_cast<char*>(v.address()), v.bytes, {}, {}});
   }
-  arguments_from_ = blocks_.size();
 }
 
 void Checker::addThreadgroupArgument(uint32_t index, char* data, uint64_t bytes) {
@@ -30,6 +48,12 @@ void Checker::beginThreadgroup(uint64_t index) {
   threadgroup_ = index;
   ++serial_;
   first_epoch_ = threadgroup_epoch_ = device_epoch_ = ++epoch_;
+}
+
+void Checker::endThreadgroup() {
+  for (auto& [key, lines] : lines_)
+    flush(lines);
+  lines_.clear();
 }
 
 void Checker::threadgroupBarrier(uint32_t flags) {
@@ -47,286 +71,261 @@ void Checker::simdgroupBarrier(Simdgroup& simdgroup, uint32_t flags) {
     ++simdgroup.device_epoch;
 }
 
-void Checker::report(Fault fault) {
+// One entry for each kind at each pair of places.
+void Checker::report(const Fault& fault) {
   char key[128];
   std::snprintf(key, sizeof key, "%u %p %p %d", fault.kind, static_cast<const void*>(fault.site),
                 static_cast<const void*>(fault.other_site), fault.buffer);
   auto [found, fresh] = known_.try_emplace(key, launch_.fault_count);
   if (fresh) {
-    fault.count = 1;
     if (launch_.fault_count < launch_.fault_capacity)
       launch_.faults[launch_.fault_count] = fault;
     ++launch_.fault_count;
-  } else if (found->second < launch_.fault_capacity) {
+  }
+  if (found->second < launch_.fault_capacity)
     ++launch_.faults[found->second].count;
-  }
 }
 
-Fault Checker::begin(FaultKind kind, const Site* site, bool store) {
-  Fault f{};
-  f.kind = kind;
-  f.store = store;
-  f.site = site;
-  f.thread = f.other = identify(worker_.current);
-  f.buffer = -1;
-  return f;
+Fault Checker::describe(FaultKind kind, const Now& now, int64_t byte) const {
+  Fault fault{};
+  fault.kind = kind;
+  fault.store = now.store;
+  fault.site = now.site;
+  fault.thread = fault.other = identify(worker_.current);
+  fault.buffer = now.buffer ? now.buffer->index : -1;
+  fault.byte = byte;
+  if (now.block)
+    std::snprintf(fault.variable, sizeof fault.variable, "%s", now.block->name.c_str());
+  return fault;
 }
 
-ThreadId Checker::other(const Access& access, bool device) const {
-  ThreadId id = identify(worker_.current);
-  id.thread = access.thread;
-  id.simdgroup = access.thread / kSimdWidth;
-  id.lane = access.thread % kSimdWidth;
-  if (device) {
-    const uint32_t* grid = launch_.grid;
-    id.threadgroup[0] = access.threadgroup % grid[0];
-    id.threadgroup[1] = access.threadgroup / grid[0] % grid[1];
-    id.threadgroup[2] = access.threadgroup / grid[0] / grid[1];
+// Reports, and gives the access another place to go to.
+char* Checker::outOfBounds(const Now& now, int64_t byte) {
+  Fault fault = describe(kOutOfBounds, now, byte);
+  fault.lanes = now.size;
+  report(fault);
+  if (scratch_.size() < now.size + 64)
+    scratch_.resize(now.size + 64);
+  auto base = reinterpret_cast<uintptr_t>(scratch_.data());
+  return scratch_.data() + (64 - base % 64) % 64;
+}
+
+void Checker::race(const Access& earlier, bool grid, bool wrote, uint64_t at, const Now& now) {
+  Fault fault = describe(grid         ? kGridRace
+                         : now.device ? kDeviceRace
+                                      : kThreadgroupRace,
+                         now, static_cast<int64_t>(at));
+  fault.other_site = earlier.site;
+  fault.lanes = wrote;
+  fault.other.thread = earlier.thread;
+  fault.other.simdgroup = earlier.thread / kSimdWidth;
+  fault.other.lane = earlier.thread % kSimdWidth;
+  if (grid) {
+    const uint32_t* size = launch_.grid;
+    fault.other.threadgroup[0] = earlier.threadgroup % size[0];
+    fault.other.threadgroup[1] = earlier.threadgroup / size[0] % size[1];
+    fault.other.threadgroup[2] = earlier.threadgroup / size[0] / size[1];
   }
-  return id;
+  report(fault);
 }
 
 // Two accesses to one byte, one of them a write, must have a barrier between them: of the
-// threadgroup, or of the simdgroup when both threads are in it. Between threadgroups nothing orders
-// them. Atomic accesses do not race with each other.
-void Checker::track(Byte& byte, bool device, bool store, bool atomic, const Site* site,
-                    Fault& fault) {
-  const Context& context = worker_.current->context;
-  const Simdgroup& group = *worker_.current->simdgroup;
-  uint32_t epoch = device ? device_epoch_ : threadgroup_epoch_;
-  uint32_t simd_epoch = device ? group.device_epoch : group.epoch;
-  auto thread = static_cast<uint16_t>(context.thread_index_in_threadgroup);
-  uint32_t simdgroup = context.simdgroup_index_in_threadgroup;
+// threadgroup, or of the simdgroup when both threads are in it. Nothing orders two threadgroups.
+// Atomic accesses do not race with each other.
+void Checker::track(Byte* bytes, uint64_t at, const Now& now) {
+  const Fiber& fiber = *worker_.current;
+  const Simdgroup& group = *fiber.simdgroup;
+  const uint32_t epoch = now.device ? device_epoch_ : threadgroup_epoch_;
+  const uint32_t simd_epoch = now.device ? group.device_epoch : group.epoch;
+  const auto thread = static_cast<uint16_t>(fiber.context.thread_index_in_threadgroup);
+  const Access me{epoch,  simd_epoch, static_cast<uint32_t>(threadgroup_),
+                  thread, now.atomic, now.site};
 
+  auto grid = [&](const Access& a) { return now.device && a.epoch < first_epoch_; };
   auto conflicts = [&](const Access& a, bool many_lanes, bool many_groups) {
-    if (!a.site || (a.atomic && atomic))
+    if (!a.site || (a.atomic && now.atomic))
       return false;
-    if (device && a.epoch < first_epoch_)
-      return true;  // an earlier threadgroup
+    if (grid(a))
+      return true;
     if (a.epoch < epoch)
       return false;
-    if (many_groups || a.thread / kSimdWidth != simdgroup)
+    if (many_groups || a.thread / kSimdWidth != thread / kSimdWidth)
       return true;
     return a.simd_epoch == simd_epoch && (many_lanes || a.thread != thread);
   };
-  auto race = [&](const Access& a, bool writes) {
-    bool grid = device && a.epoch < first_epoch_;
-    fault.kind = grid ? kGridRace : device ? kDeviceRace : kThreadgroupRace;
-    fault.store = store;
-    fault.other_site = a.site;
-    fault.other = other(a, device);
-    fault.lanes = writes;
-    report(fault);
-  };
 
-  if (conflicts(byte.write, false, false)) {
-    race(byte.write, true);
-  } else if (store) {
-    if (byte.other_threadgroup && !(byte.read.atomic && atomic)) {
-      Access earlier = byte.read;
-      earlier.epoch = 0;
-      race(earlier, false);
-    } else if (conflicts(byte.read, byte.many_lanes, byte.many_simdgroups)) {
-      race(byte.read, false);
+  for (uint32_t i = 0; i < now.size; ++i) {
+    Byte& byte = bytes[i];
+    Access& read = byte.read;
+    if (conflicts(byte.write, false, false)) {
+      race(byte.write, grid(byte.write), true, at + i, now);
+    } else if (now.store && conflicts(byte.foreign, false, false)) {
+      race(byte.foreign, true, false, at + i, now);
+    } else if (now.store && conflicts(read, byte.many_lanes, byte.many_simdgroups)) {
+      race(read, grid(read), false, at + i, now);
     }
-  }
-  Access now{epoch, simd_epoch, static_cast<uint32_t>(threadgroup_), thread, atomic, site};
-  if (store) {
-    byte.write = now;
-    return;
-  }
-  Access& read = byte.read;
-  if (read.site && read.epoch >= first_epoch_ && read.epoch == epoch) {
-    if (read.thread / kSimdWidth != simdgroup) {
-      byte.many_simdgroups = true;
-    } else if (read.simd_epoch != simd_epoch) {
-      byte.many_lanes = false;
-    } else if (read.thread != thread) {
-      byte.many_lanes = true;
+    if (now.store) {
+      byte.write = me;
+      continue;
     }
-    now.atomic = atomic && read.atomic;
-  } else {
-    if (read.site && device && read.epoch < first_epoch_)
-      byte.other_threadgroup = true;
-    byte.many_lanes = byte.many_simdgroups = false;
+    bool atomic = now.atomic;
+    if (read.site && read.epoch == epoch) {
+      if (read.thread / kSimdWidth != thread / kSimdWidth) {
+        byte.many_simdgroups = true;
+      } else if (read.simd_epoch != simd_epoch) {
+        byte.many_lanes = false;
+      } else if (read.thread != thread) {
+        byte.many_lanes = true;
+      }
+      atomic = atomic && read.atomic;
+    } else {
+      if (read.site && grid(read))
+        byte.foreign = read;
+      byte.many_lanes = byte.many_simdgroups = false;
+    }
+    read = me;
+    read.atomic = atomic;
   }
-  read = now;
 }
 
-char* Checker::threadgroupAccess(char* address, uint32_t size, uint32_t flags, const Site* site) {
-  bool store = flags & kStore, reads = !store || flags & kReads;
-  auto holds = [&](const Block& b) { return address >= b.data && address < b.data + b.bytes; };
-  if (last_block_ >= blocks_.size() || !holds(blocks_[last_block_])) {
-    auto found = std::find_if(blocks_.begin(), blocks_.end(), holds);
+char* Checker::threadgroupAccess(char* address, Now& now) {
+  if (last_block_ >= blocks_.size() || !holds(blocks_[last_block_], address)) {
+    auto found = std::find_if(blocks_.begin(), blocks_.end(),
+                              [&](const Block& b) { return holds(b, address); });
     if (found == blocks_.end()) {
-      Fault f = begin(kOutOfBounds, site, store);
-      f.lanes = size;
-      const Block* nearest = nullptr;
-      int64_t best = INT64_MAX;
-      for (const Block& b : blocks_) {
-        int64_t away = address < b.data ? b.data - address : address - (b.data + b.bytes) + 1;
-        if (away < best) {
-          best = away;
-          nearest = &b;
-        }
-      }
-      if (nearest) {
-        f.byte = address - nearest->data;
-        std::snprintf(f.variable, sizeof f.variable, "%s", nearest->name.c_str());
-      }
-      report(f);
-      return size <= sizeof scratch_ ? scratch_ : nullptr;
+      if (blocks_.empty())
+        return outOfBounds(now, 0);
+      now.block = nearest(blocks_.data(), blocks_.data() + blocks_.size(), address);
+      return outOfBounds(now, address - now.block->data);
     }
     last_block_ = found - blocks_.begin();
   }
   Block& block = blocks_[last_block_];
+  now.block = &block;
+  uint64_t at = address - block.data;
+  if (at + now.size > block.bytes)
+    return outOfBounds(now, at);
   if (block.shadow.empty()) {
     block.shadow.resize(block.bytes);
     block.written.resize(block.bytes);
   }
-  Fault f = begin(kUninitialisedThreadgroup, site, store);
-  std::snprintf(f.variable, sizeof f.variable, "%s", block.name.c_str());
-  uint64_t at = address - block.data;
-  if (at + size > block.bytes) {
-    f.kind = kOutOfBounds;
-    f.byte = at;
-    f.lanes = size;
-    report(f);
-    return size <= sizeof scratch_ ? scratch_ : nullptr;
-  }
-  for (uint64_t i = at; i < at + size; ++i) {
-    f.byte = i;
-    if (reads && block.written[i] != serial_) {
-      f.kind = kUninitialisedThreadgroup;
-      f.other_site = nullptr;
-      report(f);
+  for (uint64_t i = at; now.reads && i < at + now.size; ++i)
+    if (block.written[i] != serial_) {
+      report(describe(kUninitialisedThreadgroup, now, i));
       block.written[i] = serial_;  // once
     }
-    if (store)
-      block.written[i] = serial_;
-    track(block.shadow[i], false, store, flags & kAtomic, site, f);
-  }
+  if (now.store)
+    std::fill_n(block.written.begin() + at, now.size, serial_);
+  track(&block.shadow[at], at, now);
   return address;
 }
 
-Checker::Byte& Checker::shadow(uint64_t address) {
-  auto& page = pages_[address / kPage];
-  if (page.empty())
-    page.resize(kPage);
-  return page[address % kPage];
+Checker::Byte* Checker::shadow(uint64_t page) {
+  if (page != last_page_) {
+    auto& bytes = pages_[page];
+    if (bytes.empty())
+      bytes.resize(kPage);
+    last_page_ = page;
+    last_shadow_ = bytes.data();
+  }
+  return last_shadow_;
 }
 
-char* Checker::access(char* address, uint32_t size, uint32_t flags, const Site* site) {
-  if (flags & kThreadgroup)
-    return threadgroupAccess(address, size, flags, site);
-  bool store = flags & kStore, reads = !store || flags & kReads, atomic = flags & kAtomic;
-  auto holds = [&](const Buffer& b) { return address >= b.data && address < b.data + b.bytes; };
+char* Checker::deviceAccess(char* address, Now& now) {
+  const Buffer* begin = launch_.buffers;
+  const Buffer* end = begin + launch_.buffer_count;
   // Several arguments may share memory; a store belongs to one that may be written.
-  auto fits = [&](const Buffer& b) { return holds(b) && (store ? b.may_write : b.may_read); };
-  const Buffer* buffers = launch_.buffers;
-  if (last_buffer_ >= launch_.buffer_count || !fits(buffers[last_buffer_])) {
-    const Buffer* end = buffers + launch_.buffer_count;
-    const Buffer* found = std::find_if(buffers, end, fits);
+  auto fits = [&](const Buffer& b) {
+    return holds(b, address) && (now.store ? b.may_write : b.may_read);
+  };
+  if (last_buffer_ >= launch_.buffer_count || !fits(begin[last_buffer_])) {
+    const Buffer* found = std::find_if(begin, end, fits);
     if (found == end)
-      found = std::find_if(buffers, end, holds);
+      found = std::find_if(begin, end, [&](const Buffer& b) { return holds(b, address); });
     if (found == end) {
-      Fault f = begin(kOutOfBounds, site, store);
-      f.lanes = size;
-      int64_t best = INT64_MAX;
-      for (const Buffer* b = buffers; b != end; ++b) {
-        int64_t away = address < b->data ? b->data - address : address - (b->data + b->bytes) + 1;
-        if (away < best) {
-          best = away;
-          f.buffer = b->index;
-          f.byte = address - b->data;
-        }
-      }
-      report(f);
-      return size <= sizeof scratch_ ? scratch_ : nullptr;
+      if (begin == end)
+        return outOfBounds(now, 0);
+      now.buffer = nearest(begin, end, address);
+      return outOfBounds(now, address - now.buffer->data);
     }
-    last_buffer_ = found - buffers;
+    last_buffer_ = found - begin;
   }
-  const Buffer& buffer = buffers[last_buffer_];
+  const Buffer& buffer = begin[last_buffer_];
+  now.buffer = &buffer;
   uint64_t at = address - buffer.data;
-  Fault f = begin(kOutOfBounds, site, store);
-  f.buffer = buffer.index;
-  f.byte = at;
-  if (at + size > buffer.bytes) {
-    f.lanes = size;
-    report(f);
-    return size <= sizeof scratch_ ? scratch_ : nullptr;
+  if (at + now.size > buffer.bytes)
+    return outOfBounds(now, at);
+  if (now.store && !buffer.may_write) {
+    report(describe(kWriteToReadOnly, now, at));
+    if (scratch_.size() < now.size)
+      scratch_.resize(now.size);
+    std::copy_n(address, now.size, scratch_.begin());  // an atomic update reads its old value
+    return scratch_.data();
   }
-  if (store && !buffer.may_write) {
-    f.kind = kWriteToReadOnly;
-    report(f);
-    return size <= sizeof scratch_ ? scratch_ : nullptr;
-  }
-  if (reads && !buffer.may_read) {
-    f.kind = kReadOfWriteOnly;
-    report(f);
-  }
+  if (now.reads && !buffer.may_read)
+    report(describe(kReadOfWriteOnly, now, at));
   Traffic& traffic = launch_.traffic[last_buffer_];
-  if (store) {
-    ++traffic.stores;
-    traffic.store_bytes += size;
-  }
-  if (reads) {
-    ++traffic.loads;
-    traffic.load_bytes += size;
-  }
+  traffic.stores += now.store;
+  traffic.store_bytes += now.store ? now.size : 0;
+  traffic.loads += now.reads;
+  traffic.load_bytes += now.reads ? now.size : 0;
   if (launch_.lines)
-    countLines(last_buffer_, address, size, store, site);
+    countLines(address, now);
   if (buffer.initialised) {
-    for (uint64_t i = at; i < at + size; ++i) {
-      if (reads && !buffer.initialised[i]) {
-        f.kind = kUninitialisedDevice;
-        f.byte = i;
-        report(f);
-        break;
-      }
-    }
-    if (store)
-      std::memset(buffer.initialised + at, 1, size);
+    uint8_t* flags = buffer.initialised + at;
+    const uint8_t* fresh = now.reads ? std::find(flags, flags + now.size, 0) : flags + now.size;
+    if (fresh != flags + now.size)
+      report(describe(kUninitialisedDevice, now, static_cast<int64_t>(fresh - flags + at)));
+    if (now.store)
+      std::memset(flags, 1, now.size);
   }
   if (buffer.shared_writable) {
     auto base = reinterpret_cast<uint64_t>(address);
-    for (uint64_t i = 0; i < size; ++i) {
-      f.byte = at + i;
-      f.other_site = nullptr;
-      track(shadow(base + i), true, store, atomic, site, f);
+    Now part = now;
+    for (uint64_t done = 0; done < now.size; done += part.size) {
+      uint64_t offset = (base + done) % kPage;
+      part.size = static_cast<uint32_t>(std::min<uint64_t>(now.size - done, kPage - offset));
+      track(shadow((base + done) / kPage) + offset, at + done, part);
     }
   }
   return address;
 }
 
-// The n-th execution of one place by each lane of a simdgroup is one access of the simdgroup.
-void Checker::countLines(uint32_t buffer, const char* address, uint32_t size, bool store,
-                         const Site* site) {
-  const Context& c = worker_.current->context;
-  uint64_t key = reinterpret_cast<uint64_t>(site) * 0x9E3779B97F4A7C15ull +
-                 (static_cast<uint64_t>(c.simdgroup_index_in_threadgroup) << 8) + buffer * 2 +
-                 store;
-  Lines& lines = lines_[key];
-  if (!lines.site)
-    lines = {site, buffer, store, {}, {}};
-  uint32_t n = lines.executed[c.thread_index_in_simdgroup]++;
-  auto first = reinterpret_cast<uint64_t>(address) / kLine;
-  auto last = (reinterpret_cast<uint64_t>(address) + std::max(size, 1u) - 1) / kLine;
-  for (uint64_t line = first; line <= last; ++line)
-    lines.touched.push_back({n, line});
+char* Checker::access(char* address, uint32_t size, uint32_t flags, const Site* site) {
+  bool store = flags & kStore, device = !(flags & kThreadgroup);
+  Now now{site, size, store, !store || flags & kReads, (flags & kAtomic) != 0, device, {}, {}};
+  return device ? deviceAccess(address, now) : threadgroupAccess(address, now);
 }
 
-void Checker::endThreadgroup() {
-  for (auto& [key, lines] : lines_) {
-    auto& touched = lines.touched;
-    std::sort(touched.begin(), touched.end());
-    touched.erase(std::unique(touched.begin(), touched.end()), touched.end());
-    uint64_t accesses = *std::max_element(lines.executed, lines.executed + kSimdWidth);
-    Traffic& traffic = launch_.traffic[lines.buffer];
-    (lines.store ? traffic.store_lines : traffic.load_lines) += touched.size();
-    (lines.store ? traffic.store_accesses : traffic.load_accesses) += accesses;
+// The n-th execution of one place by each lane of a simdgroup is one access of the simdgroup.
+void Checker::countLines(const char* address, const Now& now) {
+  const Context& c = worker_.current->context;
+  uint64_t key = (reinterpret_cast<uint64_t>(now.site) << 12) ^
+                 (static_cast<uint64_t>(c.simdgroup_index_in_threadgroup) << 7) ^
+                 (last_buffer_ << 1) ^ now.store;
+  Lines& lines = lines_[key];
+  lines.site = now.site;
+  lines.buffer = static_cast<uint32_t>(last_buffer_);
+  lines.store = now.store;
+  uint32_t n = lines.executed[c.thread_index_in_simdgroup]++;
+  auto base = reinterpret_cast<uint64_t>(address);
+  for (uint64_t line = base / kLine; line <= (base + now.size - 1) / kLine; ++line)
+    lines.touched.push_back({n, line});
+  if (lines.touched.size() > kManyLines) {  // drop repeats early
+    std::sort(lines.touched.begin(), lines.touched.end());
+    lines.touched.erase(std::unique(lines.touched.begin(), lines.touched.end()),
+                        lines.touched.end());
   }
-  lines_.clear();
+}
+
+void Checker::flush(Lines& lines) {
+  auto& touched = lines.touched;
+  std::sort(touched.begin(), touched.end());
+  touched.erase(std::unique(touched.begin(), touched.end()), touched.end());
+  uint64_t accesses = *std::max_element(lines.executed, lines.executed + kSimdWidth);
+  Traffic& traffic = launch_.traffic[lines.buffer];
+  (lines.store ? traffic.store_lines : traffic.load_lines) += touched.size();
+  (lines.store ? traffic.store_accesses : traffic.load_accesses) += accesses;
 }
 
 extern "C" char* __msl_access(char* address, uint32_t size, uint32_t flags, const Site* site) {

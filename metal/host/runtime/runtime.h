@@ -153,10 +153,10 @@ class Checker {
   void threadgroupBarrier(uint32_t flags);
   void simdgroupBarrier(Simdgroup& simdgroup, uint32_t flags);
   char* access(char* address, uint32_t size, uint32_t flags, const Site* site);
-  void report(Fault fault);
+  void report(const Fault& fault);
 
  private:
-  // Last writer and reader of one byte.
+  // Last writer and reader of one byte, and the last reader in an earlier threadgroup.
   struct Access {
     uint32_t epoch = 0, simd_epoch = 0, threadgroup = 0;
     uint16_t thread = 0;
@@ -164,43 +164,54 @@ class Checker {
     const Site* site = nullptr;
   };
   struct Byte {
-    Access write, read;
-    bool many_lanes = false, many_simdgroups = false, other_threadgroup = false;
+    Access write, read, foreign;
+    bool many_lanes = false, many_simdgroups = false;
   };
-  struct Block {
+  struct Block {  // a threadgroup variable or argument
     std::string name;
     char* data;
     uint64_t bytes;
     std::vector<Byte> shadow;
-    std::vector<uint32_t> written;  // threadgroup serial that last wrote the byte
+    std::vector<uint32_t> written;  // serial of the threadgroup that last wrote the byte
   };
   struct Lines {
-    const Site* site;
-    uint32_t buffer;
-    bool store;
-    uint32_t executed[kSimdWidth];
+    const Site* site = nullptr;
+    uint32_t buffer = 0;
+    bool store = false;
+    uint32_t executed[kSimdWidth] = {};
     std::vector<std::pair<uint32_t, uint64_t>> touched;  // (execution, line)
   };
+  struct Now {  // the access under way
+    const Site* site;
+    uint32_t size;
+    bool store, reads, atomic, device;
+    const Block* block;    // null for device memory
+    const Buffer* buffer;  // null for threadgroup memory
+  };
 
-  char* threadgroupAccess(char*, uint32_t, uint32_t, const Site*);
-  void track(Byte& byte, bool device, bool store, bool atomic, const Site* site, Fault& fault);
-  Byte& shadow(uint64_t address);
-  void countLines(uint32_t buffer, const char* address, uint32_t size, bool store,
-                  const Site* site);
-  Fault begin(FaultKind kind, const Site* site, bool store);
-  ThreadId other(const Access& access, bool device) const;
+  char* threadgroupAccess(char* address, Now& now);
+  char* deviceAccess(char* address, Now& now);
+  char* outOfBounds(const Now& now, int64_t byte);
+  void track(Byte* bytes, uint64_t at, const Now& now);
+  void race(const Access& earlier, bool grid, bool wrote, uint64_t at, const Now& now);
+  Fault describe(FaultKind kind, const Now& now, int64_t byte) const;
+  Byte* shadow(uint64_t page);
+  void countLines(const char* address, const Now& now);
+  void flush(Lines& lines);
 
   Launch& launch_;
   Worker& worker_;
   uint32_t epoch_ = 1, threadgroup_epoch_ = 1, device_epoch_ = 1, first_epoch_ = 1;
   uint64_t threadgroup_ = 0;
   uint32_t serial_ = 0;
-  size_t last_buffer_ = 0, last_block_ = 0, arguments_from_ = 0;
+  size_t last_buffer_ = 0, last_block_ = 0;
+  uint64_t last_page_ = ~0ull;
+  Byte* last_shadow_ = nullptr;
   std::vector<Block> blocks_;
   std::unordered_map<uint64_t, std::vector<Byte>> pages_;
   std::unordered_map<uint64_t, Lines> lines_;
   std::unordered_map<std::string, size_t> known_;
-  alignas(64) char scratch_[4096] = {};
+  std::vector<char> scratch_;
 };
 
 }  // namespace msl

@@ -7,18 +7,10 @@
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
+#include "programs/metal_host.h"
 
 namespace lily {
 namespace {
-
-// Keys and values grow by whole blocks: at least one, and an eighth of what is there, so that a
-// long generation copies each key a few times only.
-constexpr int kBlock = 256;
-
-int grown_capacity(int capacity, int needed) {
-  const int wanted = std::max(needed, capacity + capacity / 8);
-  return (wanted + kBlock - 1) / kBlock * kBlock;
-}
 
 // What a step of the CPU reference needs of one layer: plain pointers, valid until the task has
 // run.
@@ -132,6 +124,20 @@ void run_reference(const DecodePlan& plan, const std::vector<LayerBuffers>& buff
 
 }  // namespace
 
+int grown_capacity(int capacity, int needed) {
+  constexpr int kBlock = 256;
+  const int wanted = std::max(needed, capacity + capacity / 8);
+  return (wanted + kBlock - 1) / kBlock * kBlock;
+}
+
+#ifndef LILY_CUDA
+std::unique_ptr<GpuDecode> make_gpu_decode(const DecodePlan&) {
+  throw std::runtime_error(
+      "lily_mlx: the decode step has no GPU backend in this build; load the model with "
+      "engine=\"stock\"");
+}
+#endif
+
 class DecodeStep : public Primitive {
  public:
   DecodeStep(mx::Stream s, std::shared_ptr<DecodeState> state, int position)
@@ -148,6 +154,7 @@ class DecodeStep : public Primitive {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     const DecodePlan& plan = *state_->plan_;
     std::vector<LayerBuffers> buffers;
+    std::vector<host::Caches> caches;
     // Every allocation comes before the first change of the state: a step that fails leaves it as
     // it was.
     std::vector<Successor> successors;
@@ -167,10 +174,16 @@ class DecodeStep : public Primitive {
           *slot = std::move(*replacement);
         }
       }
-      buffers.push_back({first->data<char>(), second->data<char>(), next.old_conv,
+      buffers.push_back({first->data<char>(), second->data<char>(),
+                         next.old_conv ? pointer(*next.old_conv) : nullptr,
                          plan.layers[i].delta ? 0 : first->shape(2)});
+      caches.push_back({*first, *second, std::move(next.old_conv)});
       state_->copied_bytes_ += next.copied;
       state_->grown_bytes_ += next.grown;
+    }
+    if (host::decode_step(stream(), state_->plan_, caches, position_, in[0], out[0],
+                          out.size() > 1 ? &out[1] : nullptr)) {
+      return;
     }
     float* logits = out.size() > 1 ? out[1].data<float>() : nullptr;
     // The state object, not its buffers, is kept alive: a buffer's use count stays 1 while only we
@@ -181,12 +194,23 @@ class DecodeStep : public Primitive {
     });
   }
 
+  void eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
+    for (auto& o : out) {
+      allocate(o);
+    }
+    if (!state_->gpu_) {
+      state_->gpu_ = make_gpu_decode(*state_->plan_);
+    }
+    state_->gpu_->step(state_->layers_, position_, in[0], out, stream(), state_->copied_bytes_,
+                       state_->grown_bytes_, state_);
+  }
+
  private:
   // The buffers that a layer goes on with; an absent one stays. What it replaces is kept until the
   // step has run.
   struct Successor {
     std::optional<mx::array> first, second;
-    const void* old_conv = nullptr;
+    std::optional<mx::array> old_conv;
     int64_t copied = 0, grown = 0;
   };
 
@@ -225,10 +249,10 @@ class DecodeStep : public Primitive {
     // fresh buffer.
     next.first = fresh(conv_shape, state_->plan_->dtype);
     if (conv) {
-      next.old_conv = pointer(*conv);
+      next.old_conv = *conv;
     } else {
       mx::array empty = zeros(encoder, conv_shape, state_->plan_->dtype);
-      next.old_conv = pointer(empty);
+      next.old_conv = empty;
       encoder.add_temporary(std::move(empty));
     }
     next.second = delta ? unshared(encoder, *delta, next.copied)
@@ -433,7 +457,7 @@ void DecodeState::put(int layer, std::optional<mx::array> first, std::optional<m
 
 std::pair<std::optional<mx::array>, std::optional<mx::array>> DecodeState::take(int layer) {
   whole_ = false;
-  Pair& pair = layers_.at(layer);
+  CachePair& pair = layers_.at(layer);
   return {std::exchange(pair.first, std::nullopt), std::exchange(pair.second, std::nullopt)};
 }
 

@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "primitives/gpu_decode.h"
 #include "primitives/layers.h"
 
 namespace lily {
@@ -36,6 +37,8 @@ struct DecodeLayer {
   MoeLayer moe;
 };
 
+struct HostPlan;
+
 // The model's weights, evaluated and checked once; immutable afterwards.
 struct DecodePlan {
   Weight embedding;
@@ -44,6 +47,7 @@ struct DecodePlan {
   Weight head;
   mx::Dtype dtype;  // of activations
   float eps;
+  mutable std::shared_ptr<HostPlan> host;  // its Programs, where the Metal host runs them
 
   // Evaluates every array and throws on the first that does not fit.
   void prepare();
@@ -82,12 +86,9 @@ class DecodeState {
 
  private:
   friend class DecodeStep;
-  struct Pair {
-    std::optional<mx::array> first, second;
-  };
-
   std::shared_ptr<const DecodePlan> plan_;
-  std::vector<Pair> layers_;
+  std::vector<CachePair> layers_;
+  std::unique_ptr<GpuDecode> gpu_;  // made by the first step on a GPU
   int64_t copied_bytes_ = 0;
   int64_t grown_bytes_ = 0;
   bool whole_ = true;

@@ -4,6 +4,7 @@
 
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
+#include "programs/metal_host.h"
 
 namespace lily {
 namespace {
@@ -28,6 +29,9 @@ class RmsNorm : public Primitive {
 
   void eval_cpu(const Arrays& in, Arrays& out) override {
     allocate(out[0]);
+    if (host::rms_norm(stream(), in, out, eps_)) {
+      return;
+    }
     encoder(stream()).dispatch(
         [t = type_of(in[0].dtype(), "x"), x = in[0].data<char>(),
          wt = type_of(in[1].dtype(), "weight"), w = in[1].data<char>(), eps = eps_,
@@ -50,10 +54,15 @@ class Project : public Primitive {
   Project(mx::Stream s, std::vector<Format> formats) : Primitive(s), formats_(std::move(formats)) {}
 
   void eval_cpu(const Arrays& in, Arrays& out) override {
+    for (auto& o : out) {
+      allocate(o);
+    }
+    if (host::project(stream(), in, out, formats_)) {
+      return;
+    }
     std::vector<reference::Product> products;
     size_t cursor = 1;
     for (size_t i = 0; i < formats_.size(); ++i) {
-      allocate(out[i]);
       Matrix m = matrix_at(in, cursor, formats_[i]);
       products.push_back({m, type_of(out[i].dtype(), "output"), out[i].data<char>(), m.rows});
     }
@@ -88,6 +97,9 @@ class Embed : public Primitive {
 
   void eval_cpu(const Arrays& in, Arrays& out) override {
     allocate(out[0]);
+    if (host::embed(stream(), in, out, format_)) {
+      return;
+    }
     size_t cursor = 1;
     Matrix m = matrix_at(in, cursor, format_);
     encoder(stream()).dispatch(
@@ -121,6 +133,10 @@ class GatedDelta : public Primitive {
   void eval_cpu(const Arrays& in, Arrays& out) override {
     for (auto& a : out) {
       allocate(a);
+    }
+    if (host::gated_delta(stream(), in, out, o_.Hk, o_.Hv, o_.Dk, o_.Dv, o_.eps, o_.has_conv_state,
+                          o_.has_state, o_.has_mask, o_.has_lengths)) {
+      return;
     }
     reference::DeltaShape shape{type_of(in[0].dtype(), "qkv"),
                                 in[0].shape(0),
@@ -177,6 +193,9 @@ class AttentionPrepare : public Primitive {
   void eval_cpu(const Arrays& in, Arrays& out) override {
     allocate(out[0]);
     allocate(out[1]);
+    if (host::attention_prepare(stream(), in, out, H_, Hkv_, rotary_, base_, eps_)) {
+      return;
+    }
     reference::AttentionShape shape{type_of(in[0].dtype(), "q"),
                                     in[0].shape(0),
                                     in[0].shape(1),
@@ -220,6 +239,7 @@ class Attend : public Primitive {
 
   void eval_cpu(const Arrays& in, Arrays& out) override {
     allocate(out[0]);
+    host::attend();  // counts that the reference runs
     const auto &q = in[0], &k = in[1], &v = in[2];
     if (k.strides(3) != 1 || v.strides(3) != 1) {
       fail(name(), "keys and values must be contiguous along head_dim; use mx.contiguous");
@@ -266,6 +286,9 @@ class Moe : public Primitive {
 
   void eval_cpu(const Arrays& in, Arrays& out) override {
     allocate(out[0]);
+    if (host::moe(stream(), in, out, formats_, top_k_, normalize_)) {
+      return;
+    }
     reference::MoeWeights w;
     w.t = type_of(in[0].dtype(), "x");
     size_t cursor = 1, i = 0;

@@ -1,0 +1,262 @@
+// The decode step on an NVIDIA GPU: the Program is instantiated as a CUDA graph once for a set of
+// buffers, and each step sets the position, copies the token in, launches the graph and copies the
+// results out, all on MLX's stream.
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+
+#include "backend/cuda.h"
+#include "mlx/allocator.h"
+#include "primitives/decode.h"
+#include "primitives/gpu_decode.h"
+#include "programs/decode_program.h"
+#include "programs/plan_dims.h"
+
+namespace lily {
+namespace {
+
+mx::array fresh(mx::Shape shape, mx::Dtype dtype) {
+  mx::array a(std::move(shape), dtype, nullptr, {});
+  allocate(a);
+  a.set_status(mx::array::Status::available);
+  return a;
+}
+
+CUdeviceptr address(const mx::array& a) {
+  return reinterpret_cast<CUdeviceptr>(device_pointer(a));
+}
+
+// Graphs kept: the conv states alternate between two buffers, so two serve while nothing else
+// changes.
+constexpr size_t kGraphs = 4;
+
+class CudaDecode : public GpuDecode {
+ public:
+  explicit CudaDecode(const DecodePlan& plan) : plan_(plan), dims_(decode_dims(plan)) {
+    const std::string refusal = decode_refusal(dims_);
+    if (!refusal.empty()) {
+      throw std::invalid_argument("lily_mlx, NVIDIA: no decode kernel: " + refusal);
+    }
+  }
+
+  void step(std::vector<CachePair>& layers, int position, const mx::array& token,
+            std::vector<mx::array>& out, mx::Stream s, int64_t& copied, int64_t& grown,
+            std::shared_ptr<void> owner) override {
+    auto& encoder = mx::cu::get_command_encoder(s);
+    encoder.device().make_current();
+    // What MLX has queued goes first: from here on its stream is used directly.
+    encoder.commit();
+    const CUstream stream = encoder.stream();
+
+    std::vector<mx::array> replaced;  // kept until the step has run
+    prepare(layers, position, stream, replaced, copied, grown);
+    if (!program_ || capacities_ != capacities(layers)) {
+      build(layers, stream, replaced);
+    }
+    std::vector<mx::array> next_conv = spare(layers);
+    CudaGraph& graph = graph_for(layers, next_conv);
+
+    check_cuda(cuMemsetD32Async(address(*position_), static_cast<unsigned>(position), 1, stream),
+               "position");
+    check_cuda(cuMemcpyAsync(address(*token_), address(token), 4, stream), "token");
+    graph.launch(stream);
+    check_cuda(cuMemcpyAsync(address(out[0]), address(*next_), 4, stream), "next token");
+    if (out.size() > 1) {
+      check_cuda(cuMemcpyAsync(address(out[1]), address(*logits_), out[1].nbytes(), stream),
+                 "logits");
+    }
+    for (size_t i = 0, c = 0; i < layers.size(); ++i) {
+      if (plan_.layers[i].delta) {
+        spare_[i] = *layers[i].first;
+        layers[i].first = next_conv[c++];
+      }
+    }
+    replaced.push_back(token);
+    // A graph may still be running when another takes its place.
+    encoder.add_completed_handler([owner = std::move(owner), kept = std::move(replaced),
+                                   graphs = std::move(retired_)]() mutable {
+      kept.clear();
+      graphs.clear();
+    });
+    retired_.clear();
+  }
+
+ private:
+  std::vector<int> capacities(const std::vector<CachePair>& layers) const {
+    std::vector<int> c;
+    for (size_t i = 0; i < layers.size(); ++i) {
+      c.push_back(plan_.layers[i].delta ? 0 : layers[i].first->shape(2));
+    }
+    return c;
+  }
+
+  // Every cache present, large enough, and ours alone where it is written.
+  void prepare(std::vector<CachePair>& layers, int position, CUstream stream,
+               std::vector<mx::array>& replaced, int64_t& copied, int64_t& grown) {
+    auto zeros = [&](mx::Shape shape, mx::Dtype dtype) {
+      mx::array a = fresh(std::move(shape), dtype);
+      check_cuda(cuMemsetD8Async(address(a), 0, a.nbytes(), stream), "clearing a cache");
+      return a;
+    };
+    auto own = [&](mx::array& a) {
+      if (!a.is_donatable()) {
+        mx::array copy = fresh(a.shape(), a.dtype());
+        check_cuda(cuMemcpyAsync(address(copy), address(a), a.nbytes(), stream),
+                   "copying a shared cache");
+        copied += static_cast<int64_t>(a.nbytes());
+        replaced.push_back(a);
+        a = copy;
+      }
+    };
+    for (size_t i = 0; i < layers.size(); ++i) {
+      auto& [first, second] = layers[i];
+      if (plan_.layers[i].delta) {
+        const DeltaLayer& d = *plan_.layers[i].delta;
+        if (!first) {
+          first = zeros({1, d.conv.shape(1) - 1, d.qkv.rows()}, plan_.dtype);
+        }
+        if (second) {
+          own(*second);
+        } else {
+          second = zeros({1, d.value_heads, d.value_dim, d.key_dim}, mx::float32);
+        }
+        continue;
+      }
+      const AttentionLayer& l = *plan_.layers[i].attention;
+      const int capacity = first ? first->shape(2) : 0;
+      for (auto* cache : {&first, &second}) {
+        if (position < capacity) {
+          own(**cache);
+          continue;
+        }
+        mx::array larger =
+            zeros({1, l.kv_heads, grown_capacity(capacity, position + 1), l.head_dim}, plan_.dtype);
+        if (*cache) {
+          const size_t row = (*cache)->nbytes() / l.kv_heads,
+                       new_row = larger.nbytes() / l.kv_heads;
+          for (int h = 0; h < l.kv_heads; ++h) {
+            check_cuda(cuMemcpyAsync(address(larger) + h * new_row, address(**cache) + h * row, row,
+                                     stream),
+                       "growing a cache");
+          }
+          grown += static_cast<int64_t>((*cache)->nbytes());
+          replaced.push_back(**cache);
+        }
+        *cache = larger;
+      }
+    }
+  }
+
+  void build(const std::vector<CachePair>& layers, CUstream stream,
+             std::vector<mx::array>& replaced) {
+    if (arena_) {
+      replaced.push_back(*arena_);
+      replaced.insert(replaced.end(), tables_.begin(), tables_.end());
+    }
+    capacities_ = capacities(layers);
+    DecodeOptions options;
+    options.logits = true;
+    program_ = decode_program(dims_, capacities_, options);
+    retire();
+    arena_ =
+        fresh({static_cast<int>(std::max<size_t>(program_->program.arena_bytes(), 1))}, mx::uint8);
+    if (!token_) {
+      token_ = fresh({1}, mx::uint32);
+      position_ = fresh({1}, mx::uint32);
+      next_ = fresh({1}, mx::uint32);
+      logits_ = fresh({plan_.head.rows()}, mx::float32);
+      spare_.resize(layers.size());
+    }
+    tables_.clear();
+    for (const auto& table : program_->tables) {
+      mx::array a = fresh({static_cast<int>(table.data.size())}, mx::uint8);
+      // From pageable memory: the call returns when the source has been read.
+      check_cuda(cuMemcpyHtoDAsync(address(a), table.data.data(), table.data.size(), stream),
+                 "a table");
+      tables_.push_back(a);
+    }
+  }
+
+  // Buffers for the conv states that this step writes.
+  std::vector<mx::array> spare(const std::vector<CachePair>& layers) {
+    std::vector<mx::array> next;
+    for (size_t i = 0; i < layers.size(); ++i) {
+      if (!plan_.layers[i].delta) {
+        continue;
+      }
+      if (!spare_[i] || !spare_[i]->is_donatable()) {
+        spare_[i] = fresh(layers[i].first->shape(), layers[i].first->dtype());
+      }
+      next.push_back(*spare_[i]);
+      spare_[i].reset();
+    }
+    return next;
+  }
+
+  CudaGraph& graph_for(const std::vector<CachePair>& layers,
+                       const std::vector<mx::array>& next_conv) {
+    std::vector<CUdeviceptr> key;
+    for (const CachePair& pair : layers) {
+      key.push_back(address(*pair.first));
+      key.push_back(address(*pair.second));
+    }
+    for (const mx::array& a : next_conv) {
+      key.push_back(address(a));
+    }
+    auto it = graphs_.find(key);
+    if (it != graphs_.end()) {
+      return *it->second;
+    }
+    if (graphs_.size() >= kGraphs) {
+      retire();
+    }
+    Bindings bindings(program_->program);
+    auto bind = [&](SlotId slot, const mx::array& a) { bindings.bind(slot, device_buffer(a)); };
+    const auto arrays = plan_.arrays();
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      bind(program_->weights[i], *arrays[i]);
+    }
+    for (size_t i = 0; i < tables_.size(); ++i) {
+      bind(program_->tables[i].slot, tables_[i]);
+    }
+    for (size_t i = 0, c = 0; i < layers.size(); ++i) {
+      bind(program_->caches[i].first, *layers[i].first);
+      bind(program_->caches[i].second, *layers[i].second);
+      if (plan_.layers[i].delta) {
+        bind(program_->caches[i].first_next, next_conv[c++]);
+      }
+    }
+    bind(program_->token, *token_);
+    bind(program_->position, *position_);
+    bind(program_->next, *next_);
+    bind(program_->logits, *logits_);
+    bindings.bind_arena(device_buffer(*arena_));
+    return *graphs_.emplace(key, std::make_shared<CudaGraph>(program_->program, bindings))
+                .first->second;
+  }
+
+  void retire() {
+    for (auto& [key, graph] : graphs_) {
+      retired_.push_back(std::move(graph));
+    }
+    graphs_.clear();
+  }
+
+  const DecodePlan& plan_;  // the state that owns this keeps it alive
+  DecodeDims dims_;
+  std::shared_ptr<DecodeProgram> program_;
+  std::vector<int> capacities_;
+  std::optional<mx::array> arena_, token_, position_, next_, logits_;
+  std::vector<mx::array> tables_;
+  std::vector<std::optional<mx::array>> spare_;  // by layer
+  std::map<std::vector<CUdeviceptr>, std::shared_ptr<CudaGraph>> graphs_;
+  std::vector<std::shared_ptr<CudaGraph>> retired_;
+};
+
+}  // namespace
+
+std::unique_ptr<GpuDecode> make_gpu_decode(const DecodePlan& plan) {
+  return std::make_unique<CudaDecode>(plan);
+}
+
+}  // namespace lily

@@ -1,0 +1,42 @@
+// How a decode step runs on a GPU: one Program for the whole model, its caches in fixed buffers.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "mlx/array.h"
+#include "mlx/stream.h"
+
+namespace lily {
+
+struct DecodePlan;
+
+// The caches of one layer: (conv state, DeltaNet state) or (keys, values), absent until first
+// needed.
+struct CachePair {
+  std::optional<mlx::core::array> first, second;
+};
+
+class GpuDecode {
+ public:
+  virtual ~GpuDecode() = default;
+
+  // Queues one step. `layers` are the state's caches, replaced where they grow or somebody else
+  // holds them; out is {next token} or {next token, logits}, already allocated. Adds to the counts
+  // of bytes copied. `owner` is kept alive until the step has run.
+  virtual void step(std::vector<CachePair>& layers, int position, const mlx::core::array& token,
+                    std::vector<mlx::core::array>& out, mlx::core::Stream stream, int64_t& copied,
+                    int64_t& grown, std::shared_ptr<void> owner) = 0;
+};
+
+// The backend of this build, or an error that names the way out. Defined by the backend that is
+// compiled in.
+std::unique_ptr<GpuDecode> make_gpu_decode(const DecodePlan& plan);
+
+// Rows that keys and values are given when `needed` no longer fit in `capacity`: whole blocks of
+// 256, and an eighth more than there was, so that a long generation copies each key a few times
+// only.
+int grown_capacity(int capacity, int needed);
+
+}  // namespace lily

@@ -1,0 +1,129 @@
+"""The kernels' PTX: built ahead of time from the Metal source, loaded by the NVIDIA driver.
+
+A pipeline is a kernel with its function constants, which depend on the model's shapes; the package
+carries the PTX of the pipelines that it names in `lily_mlx/ptx/index.json`. `python -m
+lily_mlx.ptx --model DIR` adds those of another model (from a checkout, with clang-19).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "ptx_kernels"
+ARCHITECTURE = "sm_80"
+
+
+def register(kernels_added: Any, folder: Path = FOLDER) -> int:
+    """Name every packaged pipeline to the NVIDIA backend.
+
+    Args:
+        kernels_added: called with (key, file, entry) for each.
+
+    Returns:
+        How many there are; 0 when none was built.
+    """
+    index = folder / "index.json"
+    if not index.exists():
+        return 0
+    entries = json.loads(index.read_text())
+    for key, (name, entry) in entries.items():
+        kernels_added(key, str(folder / name), entry)
+    return len(entries)
+
+
+def build(pipelines: Iterable[dict[str, Any]], sources: Path, folder: Path = FOLDER) -> int:
+    """Compile pipelines that are not in `folder` yet.
+
+    Args:
+        pipelines: as `Program.pipelines` gives them: kernel, file, constants, key.
+        sources: the folder of the .metal files.
+        folder: gets one .ptx a pipeline, and index.json.
+
+    Returns:
+        How many were compiled.
+
+    Raises:
+        metal.host.HostError: clang-19 or CUDA's device library is missing.
+    """
+    from metal.host import cuda_tools
+    from metal.host.compiler import Source
+
+    folder.mkdir(parents=True, exist_ok=True)
+    index = folder / "index.json"
+    entries = json.loads(index.read_text()) if index.exists() else {}
+    built = 0
+    for pipeline in pipelines:
+        source = Source(sources / pipeline["file"])
+        values = source.constant_values(pipeline["constants"])
+        text = source.ptx(values, contract="fast", arch=ARCHITECTURE).read_text()
+        entry = cuda_tools.entry_name(pipeline["kernel"])
+        alone = only_entry(text, entry)
+        name = f"{entry}-{hashlib.sha256(alone.encode()).hexdigest()[:12]}.ptx"
+        if entries.get(pipeline["key"]) == [name, entry] and (folder / name).exists():
+            continue
+        _write(folder / name, alone)
+        entries[pipeline["key"]] = [name, entry]
+        built += 1
+    _write(index, json.dumps(dict(sorted(entries.items())), indent=0) + "\n")
+    used = {name for name, _ in entries.values()}
+    for stale in folder.glob("*.ptx"):
+        if stale.name not in used:
+            stale.unlink()
+    return built
+
+
+def only_entry(ptx: str, entry: str) -> str:
+    """A module with one of its entries, and whatever stands outside all of them.
+
+    Raises:
+        ValueError: there is no such entry.
+    """
+    start = re.compile(r"^(?:\s*//[^\n]*\n)*\s*\.visible \.entry (\w+)", re.M)
+    kept, position, found = [], 0, False
+    for match in start.finditer(ptx):
+        if match.start() < position:
+            continue
+        end = ptx.index("\n}", match.end()) + 2
+        kept.append(ptx[position : match.start()])
+        if match[1] == entry:
+            kept.append(ptx[match.start() : end])
+            found = True
+        position = end
+    kept.append(ptx[position:])
+    if not found:
+        raise ValueError(f"no entry {entry} in this PTX")
+    text = "".join(kept)
+    # Threadgroup variables of the other entries stand outside them.
+    variable = re.compile(r"^[^\n]*\.shared \.align \d+ \.b8 (\w+)\[\d+\];\n", re.M)
+    used = set(re.findall(r"\w+", variable.sub("", text)))
+    text = variable.sub(lambda m: m[0] if m[1] in used else "", text)
+    return text
+
+
+def _write(path: Path, text: str) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Compile the pipelines of the given models (the 35B shapes and the bundled model by default)."""
+    import lily_mlx.trace as trace
+
+    parser = argparse.ArgumentParser(prog="lily_mlx.ptx", description=main.__doc__)
+    parser.add_argument("--model", action="append", help="a model folder; may be repeated")
+    parser.add_argument("--output", type=Path, default=FOLDER, help="where the PTX goes")
+    arguments = parser.parse_args(argv)
+    raise SystemExit(trace.build_ptx(arguments.model, arguments.output))
+
+
+if __name__ == "__main__":
+    main()

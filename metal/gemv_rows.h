@@ -169,6 +169,7 @@ METAL_FUNC void rows_product(
           }
         }
       }
+#pragma clang loop unroll(full)
       for (int m = 0; m < MT; ++m) {
         if (m < rows) {
           const uint4 lo = xs[m * words + 2 * part];
@@ -186,7 +187,10 @@ METAL_FUNC void rows_product(
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
+  // Unrolled, as below: an index known at run time would put the sums into memory.
+#pragma clang loop unroll(full)
   for (int r = 0; r < R; ++r) {
+#pragma clang loop unroll(full)
     for (int m = 0; m < MT; ++m) {
       if (m < rows) {
         sums[r * MT + m] = group_sum(sums[r * MT + m], lanes);
@@ -233,7 +237,9 @@ METAL_FUNC void gemv_rows_matrix(
   rows_product<A, R, MT>(
       x, x_rows, xs, weights, rows, depth, lanes, kGroup, tid, lane, sums);
   if (int(lane) % lanes == 0) {
+#pragma clang loop unroll(full)
     for (int r = 0; r < R; ++r) {
+#pragma clang loop unroll(full)
       for (int m = 0; m < MT; ++m) {
         if (m < rows && first + r < n) {
           const size_t at = size_t(m) * n + first + r;
@@ -383,7 +389,9 @@ template <typename A, int R, int MT>
   rows_product<A, R, MT>(
       x, x_rows, xs, weights, rows, p.hidden, p.lanes, kGroup, tid, lane, sums);
   if (int(lane) % p.lanes == 0) {
+#pragma clang loop unroll(full)
     for (int r = 0; r < kColumns; ++r) {
+#pragma clang loop unroll(full)
       for (int m = 0; m < MT; ++m) {
         if (m < rows && weights[r].valid) {
           const float y = silu(sums[r * MT + m]) * sums[(kColumns + r) * MT + m];
@@ -431,6 +439,7 @@ template <typename A, int R, int MT>
   rows_product<A, R, MT>(
       act, x_rows, xs, weights, rows, p.width, p.lanes, kGroup, tid, lane, sums);
   if (int(lane) % p.lanes == 0) {
+#pragma clang loop unroll(full)
     for (int m = 0; m < MT; ++m) {
       if (m < rows) {
         device float* out = down + size_t(order[first_row + m]) * p.hidden;

@@ -24,7 +24,9 @@ struct SimdgroupTile {
   simdgroup_matrix<float, 8, 8> sums[TM][TN];
 
   METAL_FUNC void start(uint) {
+#pragma clang loop unroll(full)
     for (int i = 0; i < TM; ++i) {
+#pragma clang loop unroll(full)
       for (int j = 0; j < TN; ++j) {
         sums[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
       }
@@ -33,7 +35,9 @@ struct SimdgroupTile {
 
   METAL_FUNC void multiply(
       thread simdgroup_matrix<A, 8, 8>* a, thread simdgroup_matrix<A, 8, 8>* b) {
+#pragma clang loop unroll(full)
     for (int i = 0; i < TM; ++i) {
+#pragma clang loop unroll(full)
       for (int j = 0; j < TN; ++j) {
         simdgroup_multiply_accumulate(sums[i][j], a[i], b[j], sums[i][j]);
       }
@@ -46,9 +50,11 @@ struct SimdgroupTile {
     for (int k = 0; k < K; k += 8) {
       simdgroup_matrix<A, 8, 8> a[TM];
       simdgroup_matrix<A, 8, 8> b[TN];
+#pragma clang loop unroll(full)
       for (int i = 0; i < TM; ++i) {
         simdgroup_load(a[i], x + 8 * i * x_stride + k, x_stride, ulong2(0, 0), false);
       }
+#pragma clang loop unroll(full)
       for (int j = 0; j < TN; ++j) {
         simdgroup_load(b[j], w + 8 * j * w_stride + k, w_stride, ulong2(0, 0), true);
       }
@@ -62,9 +68,11 @@ struct SimdgroupTile {
     for (int k = 0; k < K; k += 8) {
       simdgroup_matrix<A, 8, 8> a[TM];
       simdgroup_matrix<A, 8, 8> b[TN];
+#pragma clang loop unroll(full)
       for (int i = 0; i < TM; ++i) {
         simdgroup_load(a[i], x + 8 * i * x_stride + k, x_stride, ulong2(0, 0), false);
       }
+#pragma clang loop unroll(full)
       for (int j = 0; j < TN; ++j) {
         simdgroup_load(b[j], w + k * w_stride + 8 * j, w_stride, ulong2(0, 0), false);
       }
@@ -78,9 +86,11 @@ struct SimdgroupTile {
     for (int k = 0; k < K; k += 8) {
       simdgroup_matrix<A, 8, 8> a[TM];
       simdgroup_matrix<A, 8, 8> b[TN];
+#pragma clang loop unroll(full)
       for (int i = 0; i < TM; ++i) {
         simdgroup_load(a[i], x + k * x_stride + 8 * i, x_stride, ulong2(0, 0), true);
       }
+#pragma clang loop unroll(full)
       for (int j = 0; j < TN; ++j) {
         simdgroup_load(b[j], w + k * w_stride + 8 * j, w_stride, ulong2(0, 0), false);
       }
@@ -89,7 +99,9 @@ struct SimdgroupTile {
   }
 
   METAL_FUNC void load(const threadgroup float* y, int stride) {
+#pragma clang loop unroll(full)
     for (int i = 0; i < TM; ++i) {
+#pragma clang loop unroll(full)
       for (int j = 0; j < TN; ++j) {
         simdgroup_load(sums[i][j], y + 8 * i * stride + 8 * j, stride, ulong2(0, 0), false);
       }
@@ -97,7 +109,9 @@ struct SimdgroupTile {
   }
 
   METAL_FUNC void store(threadgroup float* y, int stride) {
+#pragma clang loop unroll(full)
     for (int i = 0; i < TM; ++i) {
+#pragma clang loop unroll(full)
       for (int j = 0; j < TN; ++j) {
         simdgroup_store(sums[i][j], y + 8 * i * stride + 8 * j, stride, ulong2(0, 0), false);
       }

@@ -27,8 +27,11 @@ struct TensorTile {
   METAL_FUNC void start(uint lane) {
     row = int((lane >> 2 & 4) + (lane >> 1 & 3));
     column = int(4 * ((lane >> 2 & 2) + (lane & 1)));
+#pragma clang loop unroll(full)
     for (int i = 0; i < TM / 2; ++i) {
+#pragma clang loop unroll(full)
       for (int j = 0; j < TN / 4; ++j) {
+#pragma clang loop unroll(full)
         for (int e = 0; e < 16; ++e) {
           sums[i][j][e] = 0.0f;
         }
@@ -54,22 +57,28 @@ struct TensorTile {
         metal::remove_addrspace_t<decltype(a)>,
         metal::remove_addrspace_t<decltype(b)>,
         float>();
+#pragma clang loop unroll(full)
     for (int i = 0; i < TM / 2; ++i) {
+#pragma clang loop unroll(full)
       for (int j = 0; j < TN / 4; ++j) {
+#pragma clang loop unroll(full)
         for (int e = 0; e < 16; ++e) {
           c[e] = sums[i][j][e];
         }
         const threadgroup A* xs = x + (16 * i + row) * x_stride + column;
         const threadgroup A* ws = w + (32 * j + row) * w_stride + column;
         for (int k = 0; k < K; k += 16) {
+#pragma clang loop unroll(full)
           for (int e = 0; e < 8; ++e) {
             a[e] = xs[e / 4 * 8 * x_stride + k + e % 4];
           }
+#pragma clang loop unroll(full)
           for (int e = 0; e < 16; ++e) {
             b[e] = ws[e / 4 * 8 * w_stride + k + e % 4];
           }
           op.run(a, b, c);
         }
+#pragma clang loop unroll(full)
         for (int e = 0; e < 16; ++e) {
           sums[i][j][e] = c[e];
         }
@@ -78,8 +87,11 @@ struct TensorTile {
   }
 
   METAL_FUNC void store(threadgroup float* y, int stride) {
+#pragma clang loop unroll(full)
     for (int i = 0; i < TM / 2; ++i) {
+#pragma clang loop unroll(full)
       for (int j = 0; j < TN / 4; ++j) {
+#pragma clang loop unroll(full)
         for (int e = 0; e < 16; ++e) {
           const int r = 16 * i + row + e % 8 / 4 * 8;
           const int c = 32 * j + e / 8 * 16 + column + e % 4;

@@ -72,9 +72,9 @@ CASES = {
     ),
     "gemv_rows": (
         {
-            "gemv_rows_bf16_bf16_m4": "gemv_rows<bfloat, bfloat, 4, 4>",
-            "moe_gate_up_rows_bf16_m4": "moe_gate_up_rows<bfloat, 4, 4>",
-            "moe_down_rows_bf16_m4": "moe_down_rows<bfloat, 4, 4>",
+            "gemv_rows_bf16_bf16_m4": "gemv_rows<bfloat, bfloat, 2, 4>",
+            "moe_gate_up_rows_bf16_m4": "moe_gate_up_rows<bfloat, 2, 4>",
+            "moe_down_rows_bf16_m4": "moe_down_rows<bfloat, 2, 4>",
         },
         gemv_rows,
     ),

@@ -19,7 +19,8 @@ THREADGROUP_LIMIT = 32768
 LANGUAGES = {"3.1": "c++17", "3.2": "c++17", "4.0": "c++20"}
 FLAGS = """-x c++ -nostdinc -fno-exceptions -fno-rtti -fno-math-errno -fconvergent-functions
 -ferror-limit=50 -Werror -Wno-unknown-pragmas -Wno-ignored-attributes -Wno-undefined-internal
--Wno-undefined-inline -Wno-c++20-extensions""".split()
+-Wno-undefined-inline -Wno-c++20-extensions
+-Xclang -fbfloat16-excess-precision=none""".split()
 STRICT_FLAGS = "-Wall -Wextra -Wno-unused-parameter".split()
 CHECKED_FLAGS = "-O2 -Xclang -ffake-address-space-map -fno-vectorize -fno-slp-vectorize".split()
 PTX_FLAGS = """--target=nvptx64-nvidia-cuda -nogpulib -O3 -Xclang -target-feature -Xclang +ptx83

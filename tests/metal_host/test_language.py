@@ -421,6 +421,15 @@ def test_project_rules_can_be_left_out(name):
     assert check(REJECTED[name][0], rules="metal")
 
 
+def test_macros_of_the_user_do_not_reach_into_the_standard_headers():
+    letters = {chr(c): 1 for c in range(ord("A"), ord("Z") + 1)}
+    every = "\n".join(
+        ACCEPTED[n].replace("[[kernel]] void k(", f"[[kernel]] void k{i}(")
+        for i, n in enumerate(("simd reductions", "simdgroup matrices", "atomics", "vector math"))
+    )
+    assert check(every, defines={**letters, "MAX": 1, "MIN": 1, "Rows": 1, "Cols": 1})
+
+
 def test_tables_are_large_enough():
     assert sum(not name.startswith("project: ") for name in REJECTED) >= 30 and len(ACCEPTED) >= 30
 

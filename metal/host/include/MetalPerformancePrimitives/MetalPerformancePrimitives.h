@@ -1,20 +1,25 @@
 // Stand-in for Metal 4's matmul2d on register (cooperative) tensors of one simdgroup, in the lane
-// layout that MLX's NAX kernels rely on: 16x16 fragments, 8 elements a lane; element i of lane l is at
-// row (l>>2 & 4 | l>>1 & 3) + 8 * (i / 4), column 4 * (l>>2 & 2 | l & 1) + i % 4.
+// layout that MLX's NAX kernels rely on: 16x16 fragments, 8 elements a lane; element i of lane l is
+// at row (l>>2 & 4 | l>>1 & 3) + 8 * (i / 4), column 4 * (l>>2 & 2 | l & 1) + i % 4.
 #pragma once
 #pragma clang system_header
 #include <metal_stdlib>
 
 namespace metal {
 struct execution_simdgroup {};
-template <int N> struct execution_simdgroups {};
+template <int _N>
+struct execution_simdgroups {};
 struct tensor_inline {};
 struct tensor_handle {};
 constexpr constant int dynamic_extent = -1;
-template <class I, int Rank> struct dextents {
-  I __extents[Rank];
-  template <class... A> dextents(A... a) : __extents{(I)a...} {}
-  I extent(int i) const { return __extents[i]; }
+template <class _I, int _Rank>
+struct dextents {
+  _I __extents[_Rank];
+  template <class... _A>
+  dextents(_A... a) : __extents{(_I)a...} {}
+  _I extent(int i) const {
+    return __extents[i];
+  }
 };
 }  // namespace metal
 
@@ -28,30 +33,42 @@ struct matmul2d_descriptor {
   constexpr matmul2d_descriptor(int m, int n, int k = metal::dynamic_extent,
                                 bool transpose_left = false, bool transpose_right = false,
                                 bool relaxed_precision = false, mode matmul_mode = mode::multiply)
-      : m(m), n(n), k(k), transpose_left(transpose_left), transpose_right(transpose_right),
-        relaxed_precision(relaxed_precision), matmul_mode(matmul_mode) {}
+      : m(m),
+        n(n),
+        k(k),
+        transpose_left(transpose_left),
+        transpose_right(transpose_right),
+        relaxed_precision(relaxed_precision),
+        matmul_mode(matmul_mode) {}
 };
 
 // A matrix spread over the lanes of one simdgroup.
-template <class T, int Rows, int Cols> struct __tile {
-  static_assert(Rows % 16 == 0 && Cols % 16 == 0, "matmul2d here works on multiples of 16");
-  static constexpr constant int __capacity = Rows * Cols / 32;
-  typedef T element_type;
-  T __elements[__capacity];
-  T& operator[](int i) { return __elements[i]; }
-  const T& operator[](int i) const { return __elements[i]; }
-  static constexpr ushort get_capacity() { return __capacity; }
+template <class _T, int _Rows, int _Cols>
+struct __tile {
+  static_assert(_Rows % 16 == 0 && _Cols % 16 == 0, "matmul2d here works on multiples of 16");
+  static constexpr constant int __capacity = _Rows * _Cols / 32;
+  typedef _T element_type;
+  _T __elements[__capacity];
+  _T& operator[](int i) {
+    return __elements[i];
+  }
+  const _T& operator[](int i) const {
+    return __elements[i];
+  }
+  static constexpr ushort get_capacity() {
+    return __capacity;
+  }
   static int __row(int lane, int i) {
-    return i / 8 / (Cols / 16) * 16 + (((lane >> 2) & 4) | ((lane >> 1) & 3)) + (i % 8 >> 2) * 8;
+    return i / 8 / (_Cols / 16) * 16 + (((lane >> 2) & 4) | ((lane >> 1) & 3)) + (i % 8 >> 2) * 8;
   }
   static int __col(int lane, int i) {
-    return i / 8 % (Cols / 16) * 16 + (((lane >> 2) & 2) | (lane & 1)) * 4 + i % 4;
+    return i / 8 % (_Cols / 16) * 16 + (((lane >> 2) & 2) | (lane & 1)) * 4 + i % 4;
   }
   static int __owner(int row, int col) {
     return ((row >> 2) & 1) << 4 | ((col >> 3) & 1) << 3 | (row & 3) << 1 | ((col >> 2) & 1);
   }
   static int __index(int row, int col) {
-    return (row / 16 * (Cols / 16) + col / 16) * 8 + ((row >> 3) & 1) * 4 + (col & 3);
+    return (row / 16 * (_Cols / 16) + col / 16) * 8 + ((row >> 3) & 1) * 4 + (col & 3);
   }
   metal::array<int, 2> get_multidimensional_index(int i) const {
     int lane = metal::__lane();
@@ -59,76 +76,97 @@ template <class T, int Rows, int Cols> struct __tile {
   }
 };
 
-template <matmul2d_descriptor D, class Scope> struct matmul2d {
-  static_assert(metal::is_same_v<Scope, metal::execution_simdgroup>, "matmul2d here is one simdgroup's");
-  static constexpr constant int __left_rows = D.transpose_left ? D.k : D.m;
-  static constexpr constant int __left_cols = D.transpose_left ? D.m : D.k;
-  static constexpr constant int __right_rows = D.transpose_right ? D.n : D.k;
-  static constexpr constant int __right_cols = D.transpose_right ? D.k : D.n;
-  template <class T> using __left = __tile<T, __left_rows, __left_cols>;
-  template <class T> using __right = __tile<T, __right_rows, __right_cols>;
-  template <class T> using __destination = __tile<T, D.m, D.n>;
-  template <class A, class B, class C> __left<A> get_left_input_cooperative_tensor() { return {}; }
-  template <class A, class B, class C> __right<B> get_right_input_cooperative_tensor() { return {}; }
-  template <class A, class B, class C> __destination<C> get_destination_cooperative_tensor() { return {}; }
+template <matmul2d_descriptor _D, class _Scope>
+struct matmul2d {
+  static_assert(metal::is_same_v<_Scope, metal::execution_simdgroup>,
+                "matmul2d here is one simdgroup's");
+  static constexpr constant int __left_rows = _D.transpose_left ? _D.k : _D.m;
+  static constexpr constant int __left_cols = _D.transpose_left ? _D.m : _D.k;
+  static constexpr constant int __right_rows = _D.transpose_right ? _D.n : _D.k;
+  static constexpr constant int __right_cols = _D.transpose_right ? _D.k : _D.n;
+  template <class _T>
+  using __left = __tile<_T, __left_rows, __left_cols>;
+  template <class _T>
+  using __right = __tile<_T, __right_rows, __right_cols>;
+  template <class _T>
+  using __destination = __tile<_T, _D.m, _D.n>;
+  template <class _A, class _B, class _C>
+  __left<_A> get_left_input_cooperative_tensor() {
+    return {};
+  }
+  template <class _A, class _B, class _C>
+  __right<_B> get_right_input_cooperative_tensor() {
+    return {};
+  }
+  template <class _A, class _B, class _C>
+  __destination<_C> get_destination_cooperative_tensor() {
+    return {};
+  }
 
-  template <class A, class B, class C>
-  void run(__left<A>& a, __right<B>& b, __destination<C>& c) {
+  template <class _A, class _B, class _C>
+  void run(__left<_A>& a, __right<_B>& b, __destination<_C>& c) {
     int lane = metal::__lane();
-    float sum[__destination<C>::__capacity];
-    constexpr bool fresh = D.matmul_mode == matmul2d_descriptor::mode::multiply;
-    for (int i = 0; i < __destination<C>::__capacity; i++) sum[i] = fresh ? 0.0f : (float)c[i];
+    float sum[__destination<_C>::__capacity];
+    constexpr bool fresh = _D.matmul_mode == matmul2d_descriptor::mode::multiply;
+    for (int i = 0; i < __destination<_C>::__capacity; i++)
+      sum[i] = fresh ? 0.0f : (float)c[i];
 #if defined(__NVPTX__)
 #pragma clang loop unroll(full)
-    for (int i = 0; i < __destination<C>::__capacity; i++) {
-      // The lane's own part of the position is left out of r0 and c0, so that every register index is
-      // a constant; where a transpose puts that part into the index, all candidates are shuffled.
-      int r0 = i / 8 / (D.n / 16) * 16 + (i % 8 >> 2) * 8, c0 = i / 8 % (D.n / 16) * 16 + i % 4;
-      int r = __destination<C>::__row(lane, i), q = __destination<C>::__col(lane, i);
+    for (int i = 0; i < __destination<_C>::__capacity; i++) {
+      // The lane's own part of the position is left out of r0 and c0, so that every register index
+      // is a constant; where a transpose puts that part into the index, all candidates are
+      // shuffled.
+      int r0 = i / 8 / (_D.n / 16) * 16 + (i % 8 >> 2) * 8, c0 = i / 8 % (_D.n / 16) * 16 + i % 4;
+      int r = __destination<_C>::__row(lane, i), q = __destination<_C>::__col(lane, i);
 #pragma clang loop unroll(full)
-      for (int k = 0; k < D.k; k++) {
+      for (int k = 0; k < _D.k; k++) {
         float x = 0.0f, y = 0.0f;
-        if constexpr (!D.transpose_left) {
-          x = metal::__shuffle((float)a[__left<A>::__index(r0, k)], __left<A>::__owner(r, k));
+        if constexpr (!_D.transpose_left) {
+          x = metal::__shuffle((float)a[__left<_A>::__index(r0, k)], __left<_A>::__owner(r, k));
         } else {
           for (int t = 0; t < 4; t++) {
-            float z = metal::__shuffle((float)a[__left<A>::__index(k, (r0 & ~3) + t)], __left<A>::__owner(k, r));
-            if ((r & 3) == t) x = z;
+            float z = metal::__shuffle((float)a[__left<_A>::__index(k, (r0 & ~3) + t)],
+                                       __left<_A>::__owner(k, r));
+            if ((r & 3) == t)
+              x = z;
           }
         }
-        if constexpr (!D.transpose_right) {
-          y = metal::__shuffle((float)b[__right<B>::__index(k, c0)], __right<B>::__owner(k, q));
+        if constexpr (!_D.transpose_right) {
+          y = metal::__shuffle((float)b[__right<_B>::__index(k, c0)], __right<_B>::__owner(k, q));
         } else {
           for (int t = 0; t < 2; t++) {
-            float z = metal::__shuffle((float)b[__right<B>::__index((c0 & ~15) + t * 8, k)], __right<B>::__owner(q, k));
-            if (((q >> 3) & 1) == t) y = z;
+            float z = metal::__shuffle((float)b[__right<_B>::__index((c0 & ~15) + t * 8, k)],
+                                       __right<_B>::__owner(q, k));
+            if (((q >> 3) & 1) == t)
+              y = z;
           }
         }
         sum[i] += x * y;
       }
     }
 #else
-    float left[32][__left<A>::__capacity], right[32][__right<B>::__capacity];
+    float left[32][__left<_A>::__capacity], right[32][__right<_B>::__capacity];
     __gather(a, left);
     __gather(b, right);
-    for (int i = 0; i < __destination<C>::__capacity; i++) {
-      int r = __destination<C>::__row(lane, i), q = __destination<C>::__col(lane, i);
-      for (int k = 0; k < D.k; k++) {
-        int ar = D.transpose_left ? k : r, ac = D.transpose_left ? r : k;
-        int br = D.transpose_right ? q : k, bc = D.transpose_right ? k : q;
-        sum[i] += left[__left<A>::__owner(ar, ac)][__left<A>::__index(ar, ac)] *
-                  right[__right<B>::__owner(br, bc)][__right<B>::__index(br, bc)];
+    for (int i = 0; i < __destination<_C>::__capacity; i++) {
+      int r = __destination<_C>::__row(lane, i), q = __destination<_C>::__col(lane, i);
+      for (int k = 0; k < _D.k; k++) {
+        int ar = _D.transpose_left ? k : r, ac = _D.transpose_left ? r : k;
+        int br = _D.transpose_right ? q : k, bc = _D.transpose_right ? k : q;
+        sum[i] += left[__left<_A>::__owner(ar, ac)][__left<_A>::__index(ar, ac)] *
+                  right[__right<_B>::__owner(br, bc)][__right<_B>::__index(br, bc)];
       }
     }
 #endif
-    for (int i = 0; i < __destination<C>::__capacity; i++) c[i] = (C)sum[i];
+    for (int i = 0; i < __destination<_C>::__capacity; i++)
+      c[i] = (_C)sum[i];
   }
 
  private:
 #if !defined(__NVPTX__)
-  template <class T, int R, int C, int N>
-  static void __gather(const __tile<T, R, C>& tile, float (&all)[32][N]) {
-    for (int i = 0; i < N; i += 2) {
+  template <class _T, int _R, int _C, int _N>
+  static void __gather(const __tile<_T, _R, _C>& tile, float (&all)[32][_N]) {
+    for (int i = 0; i < _N; i += 2) {
       typedef float __pair __attribute__((ext_vector_type(2)));
       __pair mine = {(float)tile[i], (float)tile[i + 1]};
       metal::__exchanged* x = metal::__msl_exchange(metal::__bits(mine), nullptr);

@@ -1,17 +1,26 @@
 // simdgroup_matrix: 8x8, two elements a lane, in the lane layout that MLX's kernels rely on.
 namespace metal {
-template <class T, int Rows, int Cols> struct simdgroup_matrix {
-  static_assert(Rows == 8 && Cols == 8, "simdgroup_matrix is 8x8");
-  static_assert(is_floating_point_v<T>, "simdgroup_matrix holds float, half or bfloat");
-  vec<T, 2> __elements;
+template <class _T, int _Rows, int _Cols>
+struct simdgroup_matrix {
+  static_assert(_Rows == 8 && _Cols == 8, "simdgroup_matrix is 8x8");
+  static_assert(is_floating_point_v<_T>, "simdgroup_matrix holds float, half or bfloat");
+  vec<_T, 2> __elements;
   simdgroup_matrix() = default;
-  explicit simdgroup_matrix(T diagonal) {
+  explicit simdgroup_matrix(_T diagonal) {
     uint row = __row(), col = __col();
-    __elements = vec<T, 2>{row == col ? diagonal : T(0), row == col + 1 ? diagonal : T(0)};
+    __elements = vec<_T, 2>{row == col ? diagonal : _T(0), row == col + 1 ? diagonal : _T(0)};
   }
-  vec<T, 2>& thread_elements() { return __elements; }
-  static uint __row() { uint l = __lane(); return ((l >> 2) & 4) | ((l >> 1) & 3); }
-  static uint __col() { uint l = __lane(); return ((l >> 1) & 4) | ((l & 1) << 1); }
+  vec<_T, 2>& thread_elements() {
+    return __elements;
+  }
+  static uint __row() {
+    uint l = __lane();
+    return ((l >> 2) & 4) | ((l >> 1) & 3);
+  }
+  static uint __col() {
+    uint l = __lane();
+    return ((l >> 1) & 4) | ((l & 1) << 1);
+  }
 };
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
@@ -22,9 +31,10 @@ __MSL uint __matrix_lane(uint row, uint col) {
   return ((row & 4) << 2) | ((row & 3) << 1) | ((col & 4) << 1) | ((col >> 1) & 1);
 }
 
-template <class D, class A, class B, class C>
-__MSL void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
-                                         simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c) {
+template <class _D, class _A, class _B, class _C>
+__MSL void simdgroup_multiply_accumulate(simdgroup_matrix<_D, 8, 8>& d,
+                                         simdgroup_matrix<_A, 8, 8> a, simdgroup_matrix<_B, 8, 8> b,
+                                         simdgroup_matrix<_C, 8, 8> c) {
   uint row = d.__row(), col = d.__col();
   float s0 = (float)c.__elements[0], s1 = (float)c.__elements[1];
   float2 mine = float2{(float)a.__elements[0], (float)a.__elements[1]};
@@ -52,37 +62,38 @@ __MSL void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, simdgroup
     s1 += left[k] * pair[1];
   }
 #endif
-  d.__elements = vec<D, 2>{(D)s0, (D)s1};
+  d.__elements = vec<_D, 2>{(_D)s0, (_D)s1};
 }
-template <class D, class A, class B>
-__MSL void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
-                              simdgroup_matrix<B, 8, 8> b) {
+template <class _D, class _A, class _B>
+__MSL void simdgroup_multiply(simdgroup_matrix<_D, 8, 8>& d, simdgroup_matrix<_A, 8, 8> a,
+                              simdgroup_matrix<_B, 8, 8> b) {
   simdgroup_matrix<float, 8, 8> zero;
   zero.__elements = float2{0.0f, 0.0f};
   simdgroup_multiply_accumulate(d, a, b, zero);
 }
-template <class T, int R, int C> __MSL simdgroup_matrix<T, R, C> make_filled_simdgroup_matrix(T v) {
-  simdgroup_matrix<T, R, C> m;
-  m.__elements = vec<T, 2>{v, v};
+template <class _T, int _R, int _C>
+__MSL simdgroup_matrix<_T, _R, _C> make_filled_simdgroup_matrix(_T v) {
+  simdgroup_matrix<_T, _R, _C> m;
+  m.__elements = vec<_T, 2>{v, v};
   return m;
 }
-#define __MSL_MATRIX_MEMORY(space)                                                               \
-  template <class T>                                                                             \
-  __MSL void simdgroup_load(simdgroup_matrix<T, 8, 8>& m, const space T* p, ulong stride = 8,    \
-                            ulong2 origin = ulong2{0, 0}, bool transpose = false) {              \
-    uint row = m.__row(), col = m.__col();                                                       \
-    p += origin.y * stride + origin.x;                                                           \
+#define __MSL_MATRIX_MEMORY(space)                                                                 \
+  template <class _T>                                                                              \
+  __MSL void simdgroup_load(simdgroup_matrix<_T, 8, 8>& m, const space _T* p, ulong stride = 8,    \
+                            ulong2 origin = ulong2{0, 0}, bool transpose = false) {                \
+    uint row = m.__row(), col = m.__col();                                                         \
+    p += origin.y * stride + origin.x;                                                             \
     ulong at = transpose ? col * stride + row : row * stride + col, step = transpose ? stride : 1; \
-    m.__elements = vec<T, 2>{p[at], p[at + step]};                                               \
-  }                                                                                              \
-  template <class T>                                                                             \
-  __MSL void simdgroup_store(simdgroup_matrix<T, 8, 8> m, space T* p, ulong stride = 8,          \
-                             ulong2 origin = ulong2{0, 0}, bool transpose = false) {             \
-    uint row = m.__row(), col = m.__col();                                                       \
-    p += origin.y * stride + origin.x;                                                           \
+    m.__elements = vec<_T, 2>{p[at], p[at + step]};                                                \
+  }                                                                                                \
+  template <class _T>                                                                              \
+  __MSL void simdgroup_store(simdgroup_matrix<_T, 8, 8> m, space _T* p, ulong stride = 8,          \
+                             ulong2 origin = ulong2{0, 0}, bool transpose = false) {               \
+    uint row = m.__row(), col = m.__col();                                                         \
+    p += origin.y * stride + origin.x;                                                             \
     ulong at = transpose ? col * stride + row : row * stride + col, step = transpose ? stride : 1; \
-    p[at] = m.__elements[0];                                                                     \
-    p[at + step] = m.__elements[1];                                                              \
+    p[at] = m.__elements[0];                                                                       \
+    p[at + step] = m.__elements[1];                                                                \
   }
 __MSL_MATRIX_MEMORY(device)
 __MSL_MATRIX_MEMORY(threadgroup)
@@ -91,7 +102,9 @@ __MSL_MATRIX_MEMORY(threadgroup)
 // Logging is accepted and dropped.
 struct os_log {
   constexpr os_log(constant char*, constant char*) constant {}
-  template <class... A> void log_debug(constant char*, A...) const {}
-  template <class... A> void log_debug(constant char*, A...) const constant {}
+  template <class... _A>
+  void log_debug(constant char*, _A...) const {}
+  template <class... _A>
+  void log_debug(constant char*, _A...) const constant {}
 };
 }  // namespace metal

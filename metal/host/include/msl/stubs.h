@@ -4,29 +4,58 @@
 
 namespace __msl_host {
 // Type of a function's n-th parameter.
-template <class F, int N> struct nth;
-template <class R, class A, class... B> struct nth<R(A, B...), 0> { typedef A type; };
-template <class R, class A, class... B, int N> struct nth<R(A, B...), N> : nth<R(B...), N - 1> {};
+template <class _F, int _N>
+struct nth;
+template <class _R, class _A, class... _B>
+struct nth<_R(_A, _B...), 0> {
+  typedef _A type;
+};
+template <class _R, class _A, class... _B, int _N>
+struct nth<_R(_A, _B...), _N> : nth<_R(_B...), _N - 1> {};
 
 // What a reference or pointer parameter refers to.
-template <class P> struct target { typedef P type; };
-template <class T> struct target<T&> { typedef T type; };
-template <class T> struct target<T*> { typedef T type; };
+template <class _P>
+struct target {
+  typedef _P type;
+};
+template <class _T>
+struct target<_T&> {
+  typedef _T type;
+};
+template <class _T>
+struct target<_T*> {
+  typedef _T type;
+};
 
 // A parameter made from an address.
-template <class P> struct bind { __MSL P from(ulong address) { return (P)address; } };
-template <class T> struct bind<T&> { __MSL T& from(ulong address) { return *(T*)address; } };
+template <class _P>
+struct bind {
+  __MSL _P from(ulong address) {
+    return (_P)address;
+  }
+};
+template <class _T>
+struct bind<_T&> {
+  __MSL _T& from(ulong address) {
+    return *(_T*)address;
+  }
+};
 
-template <class T> __MSL T position(const uint* p) {
-  if constexpr (metal::__vector<T>::size == 0) {
-    return (T)p[0];
+template <class _T>
+__MSL _T position(const uint* p) {
+  if constexpr (metal::__vector<_T>::size == 0) {
+    return (_T)p[0];
   } else {
-    T r;
-    for (int i = 0; i < metal::__vector<T>::size; i++) r[i] = p[i];
+    _T r;
+    for (int i = 0; i < metal::__vector<_T>::size; i++)
+      r[i] = p[i];
     return r;
   }
 }
-template <class T> __MSL T position(uint p) { return (T)p; }
+template <class _T>
+__MSL _T position(uint p) {
+  return (_T)p;
+}
 
 // As in ../../runtime/runtime.h.
 struct context {

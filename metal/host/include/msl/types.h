@@ -32,9 +32,9 @@ typedef unsigned long uintptr_t;
 typedef __fp16 half;
 typedef __bf16 bfloat;
 
-#define __MSL_VECTOR(name, type)                                 \
-  typedef type name##2 __attribute__((ext_vector_type(2)));      \
-  typedef type name##3 __attribute__((ext_vector_type(3)));      \
+#define __MSL_VECTOR(name, type)                            \
+  typedef type name##2 __attribute__((ext_vector_type(2))); \
+  typedef type name##3 __attribute__((ext_vector_type(3))); \
   typedef type name##4 __attribute__((ext_vector_type(4)));
 __MSL_VECTOR(bool, unsigned char)
 __MSL_VECTOR(char, char)
@@ -51,16 +51,60 @@ __MSL_VECTOR(bfloat, bfloat)
 #undef __MSL_VECTOR
 
 namespace metal {
-using ::uchar; using ::ushort; using ::uint; using ::ulong; using ::half; using ::bfloat;
-using ::int8_t; using ::int16_t; using ::int32_t; using ::int64_t;
-using ::uint8_t; using ::uint16_t; using ::uint32_t; using ::uint64_t;
-using ::size_t; using ::ptrdiff_t; using ::intptr_t; using ::uintptr_t;
-using ::bool2; using ::bool3; using ::bool4; using ::char2; using ::char3; using ::char4;
-using ::uchar2; using ::uchar3; using ::uchar4; using ::short2; using ::short3; using ::short4;
-using ::ushort2; using ::ushort3; using ::ushort4; using ::int2; using ::int3; using ::int4;
-using ::uint2; using ::uint3; using ::uint4; using ::long2; using ::long3; using ::long4;
-using ::ulong2; using ::ulong3; using ::ulong4; using ::half2; using ::half3; using ::half4;
-using ::float2; using ::float3; using ::float4; using ::bfloat2; using ::bfloat3; using ::bfloat4;
+using ::bfloat;
+using ::bfloat2;
+using ::bfloat3;
+using ::bfloat4;
+using ::bool2;
+using ::bool3;
+using ::bool4;
+using ::char2;
+using ::char3;
+using ::char4;
+using ::float2;
+using ::float3;
+using ::float4;
+using ::half;
+using ::half2;
+using ::half3;
+using ::half4;
+using ::int16_t;
+using ::int2;
+using ::int3;
+using ::int32_t;
+using ::int4;
+using ::int64_t;
+using ::int8_t;
+using ::intptr_t;
+using ::long2;
+using ::long3;
+using ::long4;
+using ::ptrdiff_t;
+using ::short2;
+using ::short3;
+using ::short4;
+using ::size_t;
+using ::uchar;
+using ::uchar2;
+using ::uchar3;
+using ::uchar4;
+using ::uint;
+using ::uint16_t;
+using ::uint2;
+using ::uint3;
+using ::uint32_t;
+using ::uint4;
+using ::uint64_t;
+using ::uint8_t;
+using ::uintptr_t;
+using ::ulong;
+using ::ulong2;
+using ::ulong3;
+using ::ulong4;
+using ::ushort;
+using ::ushort2;
+using ::ushort3;
+using ::ushort4;
 }  // namespace metal
 
 #define INFINITY __builtin_inff()

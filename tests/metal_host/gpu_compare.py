@@ -50,7 +50,7 @@ def make(folder: Path) -> None:
         for n, a in enumerate(arguments):
             kinds.append("none" if a is None else "value" if isinstance(a, bytes) else "array")
             if a is not None:
-                saved[f"in{n}"] = np.frombuffer(a, np.uint8) if isinstance(a, bytes) else a
+                saved[f"in{n}"] = np.frombuffer(a, np.uint8) if isinstance(a, bytes) else a.copy()
             if n < len(order) and order[n] in outputs:
                 places[order[n]] = n
         library[kernel](

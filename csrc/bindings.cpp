@@ -7,6 +7,7 @@
 
 #include "bindings_host.h"
 #include "bindings_program.h"
+#include "bindings_programs.h"
 #include "mlx/version.h"
 #include "primitives/decode.h"
 #include "primitives/layers.h"
@@ -127,7 +128,7 @@ void bind_decode(nb::module_& m) {
              Weight head, mx::Dtype dtype, float eps) {
             auto plan = std::make_shared<DecodePlan>(
                 DecodePlan{std::move(embedding), std::move(layers), std::move(final_norm),
-                           std::move(head), dtype, eps});
+                           std::move(head), dtype, eps, nullptr});
             {
               nb::gil_scoped_release release;
               plan->prepare();
@@ -189,4 +190,5 @@ NB_MODULE(_ext, m) {
   lily::bind_decode(m);
   lily::bind_program(m);
   lily::bind_host(m);
+  lily::bind_programs(m);
 }

@@ -154,6 +154,31 @@ Rule at_most(std::string field, std::string other) {
           }};
 }
 
+// A range that the field must be known to lie in: rows of special kernels, which the general row of
+// the table follows.
+Rule row_count(int64_t low, int64_t high) {
+  return {"rows " + quote(low) + " to " + quote(high), [=](const Shape& s) -> Reason {
+            auto it = s.numbers.find("rows");
+            for (int64_t v : it == s.numbers.end() ? Numbers{-1} : it->second) {
+              if (v < low || v > high) {
+                return {ReasonCode::out_of_range, "rows " + quote(v) + " is outside " + quote(low) +
+                                                      " to " + quote(high) + "."};
+              }
+            }
+            return {};
+          }};
+}
+
+Rule without_mask() {
+  return {"no mask", [](const Shape& s) -> Reason {
+            auto it = s.words.find("mask");
+            if (it == s.words.end() || it->second != Words{"none"}) {
+              return {ReasonCode::masked, "a mask has no kernel here."};
+            }
+            return {};
+          }};
+}
+
 // ---- The table. Rows of one kind and device: the special first, the most general last; its reason
 // is the answer when none fits.
 
@@ -164,6 +189,11 @@ const std::vector<Row>& table() {
   static const Rule key_dim[] = {multiple("key_dim", 16), between("key_dim", 16, 256)};
   static const Rule value_dim[] = {multiple("value_dim", 4), between("value_dim", 4, 256)};
   static const Rule experts = between("experts", 1, 1024);
+  static const Rule half = dtype({"bfloat16", "float16"});
+  static const Rule columns = multiple("columns", 32);
+  static const Rule gdn_dims[] = {between("key_dim", 128, 128), between("value_dim", 128, 128)};
+  static const Rule metal_experts = between("experts", 1, 512);
+  static const Rule metal_top_k = between("top_k", 1, 16);
   static const Rule top_k[] = {between("top_k", 1, 32), at_most("top_k", "experts")};
   // clang-format off
   static const std::vector<Row> rows = {
@@ -173,6 +203,16 @@ const std::vector<Row>& table() {
     {"attention",   "cpu", "reference", {any_float, masks, head_dim(16, 512)}},
     {"decode_step", "cpu", "reference", {any_float, affine, multiple("columns", 32), between("rows", 1, 1), head_dim(16, 512),
                                          key_dim[0], key_dim[1], value_dim[0], value_dim[1], experts, top_k[0], top_k[1]}},
+    {"project",     "metal", "gemv",           {any_float, affine, columns, row_count(1, 1)}},
+    {"project",     "metal", "gemv_rows",      {half, affine, columns, row_count(2, 16)}},
+    {"project",     "metal", "qgemm",          {half, affine, columns}},
+    {"moe",         "metal", "moe_rows",       {half, affine, columns, metal_experts, metal_top_k, top_k[1], row_count(1, 16)}},
+    {"moe",         "metal", "moe_gemm",       {half, affine, columns, metal_experts, metal_top_k, top_k[1]}},
+    {"gated_delta", "metal", "gdn_step",       {any_float, gdn_dims[0], gdn_dims[1], row_count(1, 1), without_mask()}},
+    {"gated_delta", "metal", "gdn_scan",       {half, gdn_dims[0], gdn_dims[1]}},
+    {"attention",   "metal", "attention_prep", {half, mask({"none", "causal", "bool", "additive"}), between("head_dim", 256, 256)}},
+    {"decode_step", "metal", "decode_step",    {half, affine, columns, between("rows", 1, 1), between("head_dim", 256, 256),
+                                                gdn_dims[0], gdn_dims[1], metal_experts, multiple("experts", 32), metal_top_k, top_k[1]}},
   };
   // clang-format on
   return rows;

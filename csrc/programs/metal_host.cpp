@@ -1,0 +1,630 @@
+#include "programs/metal_host.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <set>
+#include <sstream>
+
+#include "mlx/allocator.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "programs/layer_programs.h"
+#include "selection.h"
+
+namespace lily {
+namespace {
+
+// Vectors are loaded with this alignment by code that was compiled for it.
+constexpr uintptr_t kAlignment = 8;
+
+// Compiled pipelines and their encoder. Steps hold it by shared_ptr, so that it may be replaced.
+class Executor {
+ public:
+  explicit Executor(MetalHostOptions o)
+      : options(std::move(o)), encoder_(options.runtime, options.host) {}
+
+  // Compiles what the Program needs and this executor does not have.
+  void prepare(const Program& program) {
+    for (const Pipeline& p : program.pipelines()) {
+      {
+        std::lock_guard lock(mutex_);
+        if (known_.count(p.key) != 0) {
+          continue;
+        }
+      }
+      auto [library, stub] = options.compile(p);
+      std::lock_guard lock(mutex_);
+      encoder_.add(p.key, library, stub);
+      known_.insert(p.key);
+    }
+  }
+
+  void encode(const Program& program, const Bindings& bindings) {
+    std::lock_guard lock(mutex_);
+    encoder_.encode(program, bindings);
+  }
+
+  const MetalHostOptions options;
+
+ private:
+  std::mutex mutex_;
+  HostEncoder encoder_;
+  std::set<std::string> known_;
+};
+
+struct Global {
+  std::mutex mutex;
+  std::shared_ptr<Executor> executor;
+  HostCounts counts;
+  std::map<std::string, std::shared_ptr<const LayerProgram>> programs;
+};
+
+Global& global() {
+  static Global g;
+  return g;
+}
+
+std::shared_ptr<Executor> executor() {
+  Global& g = global();
+  std::lock_guard lock(g.mutex);
+  return g.executor;
+}
+
+void count(const std::string& kind, const std::string& kernel, const std::string& reason) {
+  Global& g = global();
+  std::lock_guard lock(g.mutex);
+  ++g.counts[{kind, kernel, reason}];
+}
+
+bool refuse(const std::string& kind, const std::string& reason) {
+  count(kind, "reference", reason);
+  return false;
+}
+
+constexpr size_t kMaxPrograms = 256;
+
+template <typename F>
+std::shared_ptr<const LayerProgram> cached(const std::string& key, F build) {
+  Global& g = global();
+  {
+    std::lock_guard lock(g.mutex);
+    auto it = g.programs.find(key);
+    if (it != g.programs.end()) {
+      return it->second;
+    }
+  }
+  std::shared_ptr<const LayerProgram> program = build();
+  std::lock_guard lock(g.mutex);
+  if (g.programs.size() >= kMaxPrograms) {
+    g.programs.clear();
+  }
+  g.programs[key] = program;
+  return program;
+}
+
+std::string key_of(const MatrixDims& m) {
+  std::ostringstream out;
+  out << m.experts << 'x' << m.rows << 'x' << m.cols << 'b' << m.bits << 'g' << m.group << ' ';
+  return out.str();
+}
+
+// ---- Arrays
+
+const char* layout_refusal(const mx::array& a) {
+  if (!a.flags().row_contiguous) {
+    return "an array is not contiguous";
+  }
+  if (reinterpret_cast<uintptr_t>(a.data<char>()) % kAlignment != 0) {
+    return "an array does not start at a multiple of 8 bytes";
+  }
+  return nullptr;
+}
+
+std::string layout_refusal(const std::vector<mx::array>& arrays) {
+  for (const mx::array& a : arrays) {
+    if (const char* reason = layout_refusal(a)) {
+      return reason;
+    }
+  }
+  return "";
+}
+
+void bind(Bindings& b, SlotId slot, const mx::array& a) {
+  auto* base = static_cast<char*>(const_cast<mx::array&>(a).buffer().raw_ptr());
+  Buffer buffer{reinterpret_cast<uint64_t>(base), base, a.buffer_size()};
+  b.bind(slot, buffer, static_cast<size_t>(a.data<char>() - base));
+}
+
+void bind(Bindings& b, const Builder::Table& table) {
+  void* p = const_cast<char*>(table.data.data());
+  b.bind(table.slot, {reinterpret_cast<uint64_t>(p), p, table.data.size()});
+}
+
+MatrixDims dims_of(const mx::array& w, Format f) {
+  MatrixDims m;
+  m.rows = w.shape(-2);
+  m.cols = f.bits == 0 ? w.shape(-1) : w.shape(-1) * (32 / f.bits);
+  m.bits = f.bits;
+  m.group = f.group;
+  m.experts = w.ndim() == 3 ? w.shape(0) : 1;
+  return m;
+}
+
+MatrixDims dims_of(const Weight& w) {
+  return dims_of(w.weight, {w.bits, w.group});
+}
+
+// The matrices at in[cursor ...]; empty where the scales or plain elements are not of dtype `t`.
+std::optional<std::vector<MatrixDims>> matrices_of(const host::Arrays& in, size_t cursor,
+                                                   const std::vector<Format>& formats,
+                                                   mx::Dtype t) {
+  std::vector<MatrixDims> out;
+  for (const Format& f : formats) {
+    const mx::array& typed = f.bits == 0 ? in.at(cursor) : in.at(cursor + 1);
+    if (typed.dtype() != t) {
+      return std::nullopt;
+    }
+    out.push_back(dims_of(in.at(cursor), f));
+    cursor += f.bits == 0 ? 1 : 3;
+  }
+  return out;
+}
+
+const char* name_of(mx::Dtype t) {
+  return t == mx::bfloat16 ? "bfloat16" : t == mx::float16 ? "float16" : "float32";
+}
+
+void describe(Shape& shape, const std::vector<MatrixDims>& matrices) {
+  for (const MatrixDims& m : matrices) {
+    shape.numbers["bits"].push_back(m.bits);
+    shape.numbers["columns"].push_back(m.cols);
+    if (m.bits != 0) {
+      shape.numbers["group"].push_back(m.group);
+      shape.words["mode"] = {"affine"};
+    }
+  }
+}
+
+int64_t rows_of(const mx::array& x) {
+  return x.shape(-1) == 0 ? 0 : static_cast<int64_t>(x.size()) / x.shape(-1);
+}
+
+// ---- Queueing
+
+std::shared_ptr<char> make_arena(size_t bytes, bool checked) {
+  const size_t size = (std::max<size_t>(bytes, 1) + 255) / 256 * 256;
+  std::shared_ptr<char> arena(static_cast<char*>(std::aligned_alloc(256, size)), std::free);
+  if (!arena) {
+    throw std::bad_alloc();
+  }
+  if (checked) {  // NaN, so that what is read without having been written shows
+    std::memset(arena.get(), 0xff, size);
+  }
+  return arena;
+}
+
+// Runs the Program on the stream's thread. `owner` keeps it and its tables alive.
+void queue(mx::Stream s, const std::shared_ptr<Executor>& run, std::shared_ptr<const void> owner,
+           const Program& program, Bindings bindings) {
+  run->prepare(program);
+  std::shared_ptr<char> arena;
+  if (program.arena_bytes() > 0) {
+    arena = make_arena(program.arena_bytes(), run->options.host.checked);
+    bindings.bind_arena(
+        {reinterpret_cast<uint64_t>(arena.get()), arena.get(), program.arena_bytes()});
+  }
+  mx::cpu::get_command_encoder(s).dispatch([run, owner = std::move(owner), arena,
+                                            bindings = std::move(bindings),
+                                            &program] { run->encode(program, bindings); });
+}
+
+bool run_layer(mx::Stream s, const std::string& kind, const std::string& kernel,
+               const std::shared_ptr<const LayerProgram>& layer, const host::Arrays& in,
+               const host::Arrays& out) {
+  Bindings b(layer->program);
+  for (size_t i = 0; i < layer->inputs.size(); ++i) {
+    bind(b, layer->inputs[i], in.at(i));
+  }
+  for (size_t i = 0; i < layer->outputs.size(); ++i) {
+    bind(b, layer->outputs[i], out.at(i));
+  }
+  for (const Builder::Table& t : layer->tables) {
+    bind(b, t);
+  }
+  queue(s, executor(), layer, layer->program, std::move(b));
+  count(kind, kernel, "");
+  return true;
+}
+
+}  // namespace
+
+void set_metal_host(std::optional<MetalHostOptions> options) {
+  std::shared_ptr<Executor> fresh;
+  if (options) {
+    fresh = std::make_shared<Executor>(std::move(*options));
+  }
+  Global& g = global();
+  std::lock_guard lock(g.mutex);
+  std::swap(g.executor, fresh);
+}
+
+bool metal_host() {
+  return executor() != nullptr;
+}
+
+HostCounts metal_host_counts() {
+  Global& g = global();
+  std::lock_guard lock(g.mutex);
+  return g.counts;
+}
+
+void reset_metal_host_counts() {
+  Global& g = global();
+  std::lock_guard lock(g.mutex);
+  g.counts.clear();
+}
+
+namespace host {
+
+bool rms_norm(mx::Stream s, const Arrays& in, Arrays& out, float eps) {
+  if (!metal_host()) {
+    return false;
+  }
+  const int rows = static_cast<int>(rows_of(in[0])), dim = in[0].shape(-1);
+  const mx::Dtype t = in[0].dtype();
+  if (t == mx::float32 || in[1].dtype() != t) {
+    return refuse("rms_norm", std::string("dtype ") + name_of(t) + " has no kernel");
+  }
+  if (dim % 4 != 0 || rows == 0) {
+    return refuse("rms_norm", "the last axis is no multiple of 4");
+  }
+  if (std::string reason = layout_refusal(in); !reason.empty()) {
+    return refuse("rms_norm", reason);
+  }
+  std::ostringstream key;
+  key << "rms_norm " << name_of(t) << ' ' << rows << ' ' << dim << ' ' << std::hexfloat << eps;
+  auto layer = cached(key.str(), [&] { return rms_norm_program(type_of(t, "x"), rows, dim, eps); });
+  return run_layer(s, "rms_norm", "rms_norm_rows", layer, in, out);
+}
+
+bool project(mx::Stream s, const Arrays& in, Arrays& out, const std::vector<Format>& formats) {
+  if (!metal_host()) {
+    return false;
+  }
+  const char* kind = "project";
+  const mx::Dtype t = in[0].dtype();
+  const int rows = static_cast<int>(rows_of(in[0]));
+  const bool float32 = out[0].dtype() == mx::float32;
+  auto matrices = matrices_of(in, 1, formats, t);
+  if (!matrices) {
+    return refuse(kind, "the weights' dtype is not the activations'");
+  }
+  Shape shape;
+  shape.words["dtype"] = {name_of(t)};
+  shape.numbers["rows"] = {rows};
+  describe(shape, *matrices);
+  Choice choice = query(kind, "metal", shape);
+  if (choice.kernel.empty()) {
+    return refuse(kind, choice.reason.text);
+  }
+  if (rows == 0) {
+    return refuse(kind, "there are no rows");
+  }
+  for (const std::string& reason :
+       {layout_refusal(in), project_refusal(type_of(t, "x"), choice.kernel, *matrices, float32)}) {
+    if (!reason.empty()) {
+      return refuse(kind, reason);
+    }
+  }
+  std::ostringstream key;
+  key << "project " << name_of(t) << ' ' << rows << ' ' << float32 << ' ';
+  for (const MatrixDims& m : *matrices) {
+    key << key_of(m);
+  }
+  auto layer = cached(key.str(), [&] {
+    return project_program(type_of(t, "x"), choice.kernel, rows, *matrices, float32);
+  });
+  return run_layer(s, kind, choice.kernel, layer, in, out);
+}
+
+bool embed(mx::Stream s, const Arrays& in, Arrays& out, Format format) {
+  if (!metal_host()) {
+    return false;
+  }
+  const mx::Dtype t = out[0].dtype();
+  auto matrices = matrices_of(in, 1, {format}, t);
+  const int tokens = static_cast<int>(in[0].size());
+  if (!matrices || tokens == 0) {
+    return refuse("embed", "the weight's dtype is not the activations'");
+  }
+  if (std::string reason = layout_refusal(in); !reason.empty()) {
+    return refuse("embed", reason);
+  }
+  std::ostringstream key;
+  key << "embed " << name_of(t) << ' ' << tokens << ' ' << key_of(matrices->at(0));
+  auto layer =
+      cached(key.str(), [&] { return embed_program(type_of(t, "x"), tokens, matrices->at(0)); });
+  return run_layer(s, "embed", "embed_rows", layer, in, out);
+}
+
+bool gated_delta(mx::Stream s, const Arrays& in, Arrays& out, int key_heads, int value_heads,
+                 int key_dim, int value_dim, float eps, bool has_conv_state, bool has_state,
+                 bool has_mask, bool has_lengths) {
+  if (!metal_host()) {
+    return false;
+  }
+  const char* kind = "gated_delta";
+  const mx::Dtype t = in[0].dtype();
+  GatedDeltaDims d{in[0].shape(0), in[0].shape(1), key_heads, value_heads, eps,
+                   has_conv_state, has_state,      has_mask,  has_lengths};
+  Shape shape;
+  shape.words["dtype"] = {name_of(t)};
+  shape.words["mask"] = {has_mask || has_lengths ? "bool" : "none"};
+  shape.numbers["rows"] = {int64_t{d.B} * d.T};
+  shape.numbers["key_dim"] = {key_dim};
+  shape.numbers["value_dim"] = {value_dim};
+  Choice choice = query(kind, "metal", shape);
+  if (choice.kernel.empty()) {
+    return refuse(kind, choice.reason.text);
+  }
+  // conv weight, dt_bias, norm weight; A_log is float32 always.
+  for (int i : {4, 6, 7}) {
+    if (in[i].dtype() != t) {
+      return refuse(kind, "a parameter's dtype is not the activations'");
+    }
+  }
+  if (in[5].dtype() != mx::float32) {
+    return refuse(kind, "A_log is not float32");
+  }
+  if (in[4].shape(1) != 4) {
+    return refuse(kind, "a convolution of another width than 4 has no kernel");
+  }
+  if (std::string reason = layout_refusal(in); !reason.empty()) {
+    return refuse(kind, reason);
+  }
+  std::ostringstream key;
+  key << kind << ' ' << name_of(t) << ' ' << d.B << ' ' << d.T << ' ' << key_heads << ' '
+      << value_heads << ' ' << std::hexfloat << eps << has_conv_state << has_state << has_mask
+      << has_lengths;
+  auto layer =
+      cached(key.str(), [&] { return gated_delta_program(type_of(t, "qkv"), choice.kernel, d); });
+  return run_layer(s, kind, choice.kernel, layer, in, out);
+}
+
+bool attention_prepare(mx::Stream s, const Arrays& in, Arrays& out, int heads, int kv_heads,
+                       int rotary, float base, float eps) {
+  if (!metal_host()) {
+    return false;
+  }
+  const char* kind = "attention_prepare";
+  const mx::Dtype t = in[0].dtype();
+  PrepareDims d{in[0].shape(0), in[0].shape(1), heads, kv_heads,        out[0].shape(3),
+                rotary,         base,           eps,   in[4].size() > 1};
+  std::string reason = prepare_refusal(type_of(t, "q"), d);
+  if (reason.empty() && in[2].dtype() != t) {
+    reason = "the norms' dtype is not the activations'";
+  }
+  if (reason.empty()) {
+    reason = layout_refusal(in);
+  }
+  if (!reason.empty()) {
+    return refuse(kind, reason);
+  }
+  std::ostringstream key;
+  key << kind << ' ' << name_of(t) << ' ' << d.B << ' ' << d.T << ' ' << heads << ' ' << kv_heads
+      << ' ' << d.head_dim << ' ' << rotary << ' ' << std::hexfloat << base << ' ' << eps << ' '
+      << d.offset_each;
+  auto layer = cached(key.str(), [&] { return attention_prepare_program(type_of(t, "q"), d); });
+  return run_layer(s, kind, "attention_prep", layer, in, out);
+}
+
+bool attend() {
+  return metal_host() &&
+         refuse("attend",
+                "on a GPU this is mx.fast.scaled_dot_product_attention, MLX's own kernel");
+}
+
+namespace {
+
+MoeDims moe_dims(const std::vector<MatrixDims>& m, int top_k, bool normalize) {
+  return {m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7], top_k, normalize};
+}
+
+}  // namespace
+
+bool moe(mx::Stream s, const Arrays& in, Arrays& out, const std::vector<Format>& formats, int top_k,
+         bool normalize) {
+  if (!metal_host()) {
+    return false;
+  }
+  const char* kind = "moe";
+  const mx::Dtype t = in[0].dtype();
+  const int rows = static_cast<int>(rows_of(in[0]));
+  auto matrices = matrices_of(in, 1, formats, t);
+  if (!matrices || rows == 0) {
+    return refuse(kind, "the weights' dtype is not the activations'");
+  }
+  const MoeDims dims = moe_dims(*matrices, top_k, normalize);
+  Shape shape;
+  shape.words["dtype"] = {name_of(t)};
+  shape.numbers["rows"] = {rows};
+  shape.numbers["experts"] = {dims.router.rows};
+  shape.numbers["top_k"] = {top_k};
+  describe(shape, *matrices);
+  Choice choice = query(kind, "metal", shape);
+  if (choice.kernel.empty()) {
+    return refuse(kind, choice.reason.text);
+  }
+  for (const std::string& reason : {layer_moe_refusal(type_of(t, "x"), dims), layout_refusal(in)}) {
+    if (!reason.empty()) {
+      return refuse(kind, reason);
+    }
+  }
+  std::ostringstream key;
+  key << kind << ' ' << name_of(t) << ' ' << rows << ' ' << top_k << ' ' << normalize << ' ';
+  for (const MatrixDims& m : *matrices) {
+    key << key_of(m);
+  }
+  auto layer =
+      cached(key.str(), [&] { return moe_program(type_of(t, "x"), choice.kernel, rows, dims); });
+  return run_layer(s, kind, choice.kernel, layer, in, out);
+}
+
+}  // namespace host
+
+// ---- The decode step
+
+DecodeDims decode_dims(const DecodePlan& plan) {
+  DecodeDims dims;
+  dims.t = type_of(plan.dtype, "activations");
+  dims.embedding = dims_of(plan.embedding);
+  dims.head = dims_of(plan.head);
+  dims.eps = plan.eps;
+  for (const DecodeLayer& layer : plan.layers) {
+    LayerDims l;
+    if (layer.delta) {
+      const DeltaLayer& d = *layer.delta;
+      l.delta = DeltaDims{dims_of(d.qkv), dims_of(d.z),    dims_of(d.b),  dims_of(d.a),
+                          dims_of(d.out), d.key_heads,     d.value_heads, d.key_dim,
+                          d.value_dim,    d.conv.shape(1), d.norm_eps};
+    } else {
+      const AttentionLayer& a = *layer.attention;
+      l.attention =
+          AttentionDims{dims_of(a.q), dims_of(a.k), dims_of(a.v), dims_of(a.out), a.heads,
+                        a.kv_heads,   a.head_dim,   a.rotary,     a.rope_base,    a.norm_eps};
+    }
+    std::vector<MatrixDims> m;
+    for (const Weight* w : layer.moe.weights()) {
+      m.push_back(dims_of(*w));
+    }
+    l.moe = host::moe_dims(m, layer.moe.top_k, layer.moe.normalize);
+    dims.layers.push_back(std::move(l));
+  }
+  return dims;
+}
+
+// A plan's Programs with its weights bound.
+struct HostPlan {
+  struct Ready {
+    std::shared_ptr<DecodeProgram> program;
+    std::shared_ptr<Bindings> weights;
+  };
+  std::mutex mutex;
+  DecodeDims dims;
+  std::string refusal;
+  std::shared_ptr<Executor> built_for;
+  std::map<std::pair<std::vector<int>, bool>, Ready> ready;
+};
+
+namespace host {
+namespace {
+
+std::string plan_refusal(const DecodePlan& plan, const DecodeDims& dims) {
+  std::string reason = decode_refusal(dims);
+  if (!reason.empty()) {
+    return reason;
+  }
+  std::set<const mx::array*> float32, codes;
+  for (const DecodeLayer& l : plan.layers) {
+    if (l.delta) {
+      float32.insert(&l.delta->A_log);
+    }
+  }
+  for (const mx::array* a : plan.arrays()) {
+    if (const char* layout = layout_refusal(*a)) {
+      return layout;
+    }
+    const mx::Dtype expected = float32.count(a) != 0 ? mx::float32 : plan.dtype;
+    if (a->dtype() != expected && a->dtype() != mx::uint32) {
+      return "a weight's dtype is not the activations'";
+    }
+  }
+  return "";
+}
+
+std::shared_ptr<HostPlan> host_plan(const DecodePlan& plan) {
+  Global& g = global();
+  {
+    std::lock_guard lock(g.mutex);
+    if (plan.host) {
+      return plan.host;
+    }
+  }
+  auto made = std::make_shared<HostPlan>();
+  made->dims = decode_dims(plan);
+  made->refusal = plan_refusal(plan, made->dims);
+  std::lock_guard lock(g.mutex);
+  plan.host = made;
+  return made;
+}
+
+}  // namespace
+
+bool decode_step(mx::Stream s, const std::shared_ptr<const DecodePlan>& plan,
+                 const std::vector<Caches>& caches, int position, const mx::array& token,
+                 mx::array& next, mx::array* logits) {
+  std::shared_ptr<Executor> run = executor();
+  if (!run) {
+    return false;
+  }
+  std::shared_ptr<HostPlan> host = host_plan(*plan);
+  if (!host->refusal.empty()) {
+    return refuse("decode_step", host->refusal);
+  }
+  std::vector<int> capacities;
+  for (size_t i = 0; i < caches.size(); ++i) {
+    capacities.push_back(host->dims.layers[i].attention ? caches[i].first.shape(2) : 0);
+  }
+  HostPlan::Ready ready;
+  {
+    std::lock_guard lock(host->mutex);
+    if (host->built_for != run) {  // other options
+      host->ready.clear();
+      host->built_for = run;
+    }
+    HostPlan::Ready& found = host->ready[{capacities, logits != nullptr}];
+    if (!found.program) {
+      DecodeOptions options = run->options.decode;
+      options.logits = logits != nullptr;
+      found.program = decode_program(host->dims, capacities, options);
+      found.weights = std::make_shared<Bindings>(found.program->program);
+      const auto arrays = plan->arrays();
+      for (size_t i = 0; i < arrays.size(); ++i) {
+        bind(*found.weights, found.program->weights.at(i), *arrays[i]);
+      }
+      for (const Builder::Table& t : found.program->tables) {
+        bind(*found.weights, t);
+      }
+    }
+    ready = found;
+  }
+  const DecodeProgram& p = *ready.program;
+  Bindings b = *ready.weights;
+  for (size_t i = 0; i < caches.size(); ++i) {
+    const DecodeProgram::Caches& slots = p.caches[i];
+    if (host->dims.layers[i].delta) {
+      bind(b, slots.first, *caches[i].old_conv);
+      bind(b, slots.first_next, caches[i].first);
+    } else {
+      bind(b, slots.first, caches[i].first);
+    }
+    bind(b, slots.second, caches[i].second);
+  }
+  bind(b, p.token, token);
+  bind(b, p.next, next);
+  if (logits != nullptr) {
+    bind(b, p.logits, *logits);
+  }
+  mx::array at(mx::Shape{1}, mx::int32, nullptr, {});
+  allocate(at);
+  *at.data<int32_t>() = position;
+  bind(b, p.position, at);
+  mx::cpu::get_command_encoder(s).add_temporary(at);
+  queue(s, run, std::make_shared<std::pair<HostPlan::Ready, mx::array>>(ready, at), p.program,
+        std::move(b));
+  count("decode_step", "decode_step", "");
+  return true;
+}
+
+}  // namespace host
+}  // namespace lily

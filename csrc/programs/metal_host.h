@@ -1,0 +1,71 @@
+// The environment switch LILY_MLX_BACKEND=metal-host: on the CPU, primitives run their Programs
+// with the Metal kernels, compiled by metal/host, in place of the reference.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "backend/host.h"
+#include "primitives/decode.h"
+#include "primitives/layers.h"
+#include "programs/decode_program.h"
+
+namespace lily {
+
+struct MetalHostOptions {
+  std::string runtime;  // the shared library of metal/host
+  HostOptions host;
+  // (library, stub) for a pipeline; called without the GIL.
+  std::function<std::pair<std::string, std::string>(const Pipeline&)> compile;
+  DecodeOptions decode;
+};
+
+// Switches it on, or off with nullopt. Steps that are queued keep what they were queued with.
+void set_metal_host(std::optional<MetalHostOptions> options);
+bool metal_host();
+
+// How often each kernel ran, or the reference for a reason, since the last reset: (kind, kernel,
+// reason).
+using HostCounts = std::map<std::tuple<std::string, std::string, std::string>, int64_t>;
+HostCounts metal_host_counts();
+void reset_metal_host_counts();
+
+DecodeDims decode_dims(const DecodePlan& plan);
+
+// What primitives ask first. True: the Program has been queued on the stream. False: the switch is
+// off, or no kernel serves these arrays, which is counted. Outputs are allocated.
+namespace host {
+
+using Arrays = std::vector<mx::array>;
+
+bool rms_norm(mx::Stream s, const Arrays& in, Arrays& out, float eps);
+bool project(mx::Stream s, const Arrays& in, Arrays& out, const std::vector<Format>& formats);
+bool embed(mx::Stream s, const Arrays& in, Arrays& out, Format format);
+bool gated_delta(mx::Stream s, const Arrays& in, Arrays& out, int key_heads, int value_heads,
+                 int key_dim, int value_dim, float eps, bool has_conv_state, bool has_state,
+                 bool has_mask, bool has_lengths);
+bool attention_prepare(mx::Stream s, const Arrays& in, Arrays& out, int heads, int kv_heads,
+                       int rotary, float base, float eps);
+// Prefill attention is MLX's own on a GPU and the reference here: always false.
+bool attend();
+bool moe(mx::Stream s, const Arrays& in, Arrays& out, const std::vector<Format>& formats, int top_k,
+         bool normalize);
+
+// The arrays of one layer's caches in a step: conv state (old and new) and state, or keys and
+// values.
+struct Caches {
+  mx::array first, second;
+  std::optional<mx::array> old_conv;
+};
+bool decode_step(mx::Stream s, const std::shared_ptr<const DecodePlan>& plan,
+                 const std::vector<Caches>& caches, int position, const mx::array& token,
+                 mx::array& next, mx::array* logits);
+
+}  // namespace host
+}  // namespace lily

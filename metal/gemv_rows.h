@@ -187,13 +187,13 @@ METAL_FUNC void rows_product(
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  // Unrolled, as below: an index known at run time would put the sums into memory.
+  // All sums at once, level by level. Unrolled, as below: an index known at run time would put the
+  // sums into memory.
+  for (int mask = 1; mask < lanes; mask *= 2) {
 #pragma clang loop unroll(full)
-  for (int r = 0; r < R; ++r) {
-#pragma clang loop unroll(full)
-    for (int m = 0; m < MT; ++m) {
-      if (m < rows) {
-        sums[r * MT + m] = group_sum(sums[r * MT + m], lanes);
+    for (int i = 0; i < R * MT; ++i) {
+      if (i % MT < rows) {
+        sums[i] += simd_shuffle_xor(sums[i], ushort(mask));
       }
     }
   }

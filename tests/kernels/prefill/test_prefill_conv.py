@@ -60,6 +60,10 @@ def test_lengths_of_a_chunk(a, tokens):
     check(a, operands(a, 1, tokens, 2, 4, tokens), 2)
 
 
+def test_heads_of_the_35b_model():
+    check("bf16", operands("bf16", 1, 5, 16, 32), 16)
+
+
 @pytest.mark.parametrize("a", TYPES)
 def test_padding_and_lengths(a):
     tokens = 37

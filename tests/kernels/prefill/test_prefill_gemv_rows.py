@@ -74,7 +74,7 @@ def test_lanes_a_row(lanes):
     dense("bf16", 5, 21, 512, lanes=lanes, output="fp32")
 
 
-@pytest.mark.parametrize("nbits,group", [(4, 32), (4, 128), (8, 64)])
+@pytest.mark.parametrize("nbits,group", [(4, 32), (8, 128)])
 @pytest.mark.parametrize("a", TYPES)
 def test_formats(nbits, group, a):
     for rows in (2, 6, 16):
@@ -154,6 +154,10 @@ def experts(e, ids, host="cpu"):
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 8, 9, 16])
 def test_experts(a, tokens):
     experts(Experts(a, tokens, 256, 64, 8), spread_ids(tokens, 3, 8))
+
+
+def test_experts_of_the_35b_model():
+    experts(Experts("bf16", 4, 2048, 512, 4), spread_ids(4, 2, 4))
 
 
 def test_experts_all_on_one_and_all_apart():

@@ -114,6 +114,10 @@ def test_a_hidden_size_that_is_no_multiple_of_the_column_block():
     check(Experts("bf16", 9, 96, 32, 4, group=32), spread_ids(9, 2, 4), 16)
 
 
+def test_widths_of_the_35b_model():
+    check(Experts("bf16", 4, 2048, 512, 4), spread_ids(4, 2, 4), 16)
+
+
 def test_widths_of_the_bundled_model():
     check(Experts("bf16", 16, 256, 64, 32), spread_ids(16, 8, 32), 16)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -16,7 +15,7 @@ from typing import Any
 
 from lily_mlx import compare
 from lily_mlx.cli import _common
-from lily_mlx.machine import machine, one_line, versions
+from lily_mlx.machine import load_average, machine, one_line, versions
 from lily_mlx.prompts import PASSAGE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,11 +73,6 @@ def commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return revision + ("+" if changes else "")
-
-
-def load_average() -> float | None:
-    """Runnable tasks over the last minute: what else the machine was doing."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def heading(routine: str, arguments: list[str]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def main(given: list[str]) -> None:
     def body() -> None:
         heading = common.heading("model", given)
         report, decode = measure(arguments)
-        result = {**heading, **report}
+        result = {**report, **heading}
         text = compare.render(report, decode)
         already_long = all(os.environ.get(k) == v for k, v in LONG_BUFFERS.items())
         if arguments.engine != "lily" and machine()["device"] == "gpu" and not already_long:

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks import common
 from lily_mlx import compare, plot
 from lily_mlx.cli import _common
-from lily_mlx.machine import one_line
+from lily_mlx.machine import busy, one_line
 
 BEGIN = "<!-- begin figures: written by `python -m benchmarks readme` -->"
 END = "<!-- end figures -->"
@@ -103,8 +103,8 @@ def _quality(result: dict[str, Any]) -> str:
 def _load(result: dict[str, Any]) -> str:
     """A warning when the machine had other work to do."""
     load = result["load_before"]
-    busy = load is not None and load > 0.25 * result["machine"]["cores"]
-    return f"; **the machine was busy: load average {load} before the run**" if busy else ""
+    warning = f"; **the machine was busy: load average {load} before the run**"
+    return warning if busy(result) else ""
 
 
 TITLES = {

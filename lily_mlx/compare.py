@@ -38,7 +38,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from lily_mlx import float32
-from lily_mlx.machine import machine, model_memory_bytes, versions
+from lily_mlx.machine import busy, load_average, machine, model_memory_bytes, versions
 from lily_mlx.prompts import synthetic_prompt, text_prompt
 
 ENGINES = ("lily", "stock")
@@ -56,6 +56,8 @@ class Engine:
     config: dict[str, Any]
     shares_weights: bool = False
     """Are this engine's weights the arrays of the engine loaded before it?"""
+    load_before: float | None = field(default_factory=load_average)
+    """The machine's load average when the engine was loaded."""
 
     @property
     def vocab_size(self) -> int:
@@ -462,6 +464,7 @@ def build_report(
     names = [e.name for e in engines]
     return {
         "format": FORMAT,
+        "load_before": engines[0].load_before,
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
         "versions": versions(),
@@ -594,6 +597,11 @@ def render(report: dict[str, Any], decode: Callable[[list[int]], str] | None = N
         f"Medians of {settings['rounds']} rounds; {settings['decode_tokens']} tokens decoded "
         f"greedily; prompts: {settings['prompts']}.",
     ]
+    if busy(report):
+        parts.append(
+            f"The machine was busy: load average {report['load_before']} before the run. "
+            "Measure again when it is idle."
+        )
     if not report["shared_weights"]:
         parts.append("The engines hold weights of their own: peak memory counts both models.")
     noisy = [

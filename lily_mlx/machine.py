@@ -95,6 +95,17 @@ def machine() -> dict[str, Any]:
     }
 
 
+def load_average() -> float | None:
+    """Runnable tasks over the last minute: what else the machine is doing."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def busy(report: dict[str, Any]) -> bool:
+    """Had the machine other work when a report's run began: over a quarter of its cores?"""
+    load = report["load_before"]
+    return load is not None and load > 0.25 * report["machine"]["cores"]
+
+
 def one_line(found: dict[str, Any]) -> str:
     """A machine() as one line of text."""
     device = found["device_name"] + " GPU" if found["device"] == "gpu" else "CPU only"

@@ -6,7 +6,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-from lily_mlx.compare import write_atomically
+from lily_mlx.compare import number, write_atomically
+from lily_mlx.machine import busy
 
 COLOURS = {"lily": "#7a4fa3", "stock": "#9aa5b1"}
 LABELS = {"lily": "lily_mlx", "stock": "stock mlx-lm"}
@@ -31,16 +32,16 @@ def _panel(axes: Any, report: dict[str, Any], what: str, title: str) -> None:
     rows = [r for r in report["rows"] if r["engines"][names[0]][f"{what}_tps"] is not None]
     width = 0.8 / len(names)
     top = 0.0
-    for number, name in enumerate(names):
+    for index, name in enumerate(names):
         values = [row["engines"][name][f"{what}_tps"] for row in rows]
-        places = [i + (number - (len(names) - 1) / 2) * width for i in range(len(rows))]
+        places = [i + (index - (len(names) - 1) / 2) * width for i in range(len(rows))]
         bars = axes.bar(places, values, width * 0.94, color=COLOURS[name], label=LABELS[name])
         axes.bar_label(bars, [_figure_text(v) for v in values], fontsize=8, padding=1)
         top = max(top, *values)
     labels = []
     for row in rows:
         ratio = row.get(f"{what}_ratio")
-        labels.append(row["label"] + (f"\n{ratio:.2f}x" if ratio is not None else ""))
+        labels.append(row["label"] + (f"\n{number(ratio)}x" if ratio is not None else ""))
     axes.set_xticks(range(len(rows)), labels, fontsize=9)
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_ylabel("tokens a second", fontsize=8)
@@ -81,10 +82,12 @@ def plot(report: dict[str, Any], path: str | Path) -> None:
     machine, model = report["machine"], report["model"]
     where = machine["device_name"] + " GPU" if machine["device"] == "gpu" else machine["cpu"]
     cores = "" if machine["device"] == "gpu" else f", {machine['cores']} cores"
+    load = report["load_before"]
+    warning = f"; the machine was busy (load {load})" if busy(report) else ""
     figure.supxlabel(
         f"{model['name']} model, {model['bytes'] / 1e6:,.1f} MB; {where}{cores}; "
         f"mlx {report['versions'].get('mlx')}, mlx-lm {report['versions'].get('mlx-lm')}; "
-        f"median of {report['settings']['rounds']} rounds",
+        f"median of {report['settings']['rounds']} rounds{warning}",
         fontsize=7,
         color="#555555",
     )

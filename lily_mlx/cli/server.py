@@ -23,9 +23,11 @@ def sharded_loader() -> Callable[..., Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run mlx-lm's own server with the loader and stream_generate of the engine asked for."""
     from lily_mlx import BUNDLED_MODEL
+    from lily_mlx.serving import isolate_requests, leave
 
     given = _common.arguments_of(argv)
     command = private_copy("server", "command")
+    isolate_requests(command)
 
     class Parser(argparse.ArgumentParser):
         """mlx_lm.server builds its parser inside main: ours adds its flags to it."""
@@ -46,7 +48,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             return arguments
 
     command.argparse = SimpleNamespace(ArgumentParser=Parser, Namespace=argparse.Namespace)
-    _common.guarded("lily_mlx.server", command.main, "--traceback" in given)
+    try:
+        _common.guarded("lily_mlx.server", command.main, "--traceback" in given)
+    except SystemExit as stop:
+        leave(stop.code)
+        raise
+    leave(0)
 
 
 if __name__ == "__main__":

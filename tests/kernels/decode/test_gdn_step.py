@@ -154,7 +154,7 @@ def test_extreme_gates_stay_finite() -> None:
     layer, row = make_layer(BUNDLED, BF16), make_row(BUNDLED, BF16)
     row.a[:] = BF16.store(np.array([80.0, -80.0, 0.0, -12.0]))
     row.b[:] = BF16.store(np.array([90.0, -90.0, 30.0, 0.0]))
-    out, conv_out, state_out = fused("cpu", layer, row, 8)
+    out, conv_out, state_out = fused("checked", layer, row, 8)
     assert np.isfinite(BF16.load(out)).all() and np.isfinite(state_out).all()
     check(layer, row, out, conv_out, state_out)
 

@@ -144,22 +144,23 @@ def test_row_scales(h_scale: float) -> None:
     run("cpu", BF16, 2048, [64], [4], h_scale=h_scale, lanes=32, r=2, u=2, norm=True, write_x=True)
 
 
-def test_fused_norm_rounds_as_the_norm_apart() -> None:
+@pytest.mark.parametrize("host,k,n", [("checked", 1024, 5), ("cpu", 2048, 40)])
+def test_fused_norm_rounds_as_the_norm_apart(host: str, k: int, n: int) -> None:
     """norm_row, then the plain product: the same bits as the fused form."""
     rng = np.random.default_rng(3)
-    a, k, n = BF16, 2048, 40
+    a = BF16
     w = make_weight(rng, (n, k), a, 4, 64)
     h, weight = a.store(rng.standard_normal(k)), a.store(rng.standard_normal(k))
-    c = gemv_constants(k, [w], lanes=32, r=2, u=2, simdgroups=4, norm=True)
+    c = gemv_constants(k, [w], lanes=32, r=2, u=1, simdgroups=4, norm=True)
     fused, apart, x = a.empty(n), a.empty(n), a.empty(k)
     launch(
         "gemv.metal", "gemv_bf16_k2048", c, {0: h, 1: weight, **weight_buffers(w, 4), 7: fused},
-        (gemv_grid(c),), 128, "cpu",
+        (gemv_grid(c),), 128, host,
     )  # fmt: skip
-    launch("gemv.metal", "norm_row_bf16", c, {0: h, 1: weight, 2: x}, (1,), 128, "cpu")
+    launch("gemv.metal", "norm_row_bf16", c, {0: h, 1: weight, 2: x}, (1,), 128, host)
     plain = {**c, 16: False}
     launch(
         "gemv.metal", "gemv_bf16_k2048", plain, {0: x, **weight_buffers(w, 4), 7: apart},
-        (gemv_grid(c),), 128, "cpu",
+        (gemv_grid(c),), 128, host,
     )  # fmt: skip
     np.testing.assert_array_equal(fused, apart)

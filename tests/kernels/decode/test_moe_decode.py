@@ -175,6 +175,11 @@ def test_shapes_checked(up: tuple, down: tuple) -> None:
     check_layer("checked", Shape(96, 3, 256, 64, 128, up=up, down=down, group=32), F16)
 
 
+def test_ragged_rows_checked() -> None:
+    """Neither the width nor the hidden size is a multiple of a threadgroup's rows."""
+    check_layer("checked", Shape(32, 2, 288, 96, 96, group=32, up=(1, 1, 1, 2), down=(1, 2, 1)), BF16)
+
+
 def test_mixed_bits_checked() -> None:
     check_layer("checked", Shape(32, 2, 256, 128, 64, bits=4, shared_bits=8, up=(8, 1, 1, 2), down=(4, 4, 1)), BF16)
     check_layer("checked", Shape(32, 2, 256, 64, 64, bits=16, shared_bits=16, up=(8, 1, 2, 2), down=(8, 8, 1)), BF16)
@@ -240,7 +245,7 @@ def test_pick_of_far_apart_and_of_broken_logits() -> None:
     np.testing.assert_array_equal(weights[2:], 0)
     for bad in (np.nan, np.inf):
         logits[7] = bad
-        ids = pick("cpu", logits, 8)[0]
+        ids = pick("checked", logits, 8, simdgroups=2)[0]
         assert len(set(ids.tolist())) == 8 and ids.max() < 256
 
 

@@ -29,11 +29,16 @@ class _Lender:
         self._take_back()
         return self.__dict__.copy()
 
-    def _lend(self, session: Any, layer: int) -> tuple[mx.array | None, mx.array | None]:
+    def _lend(self, session: Any, layer: int) -> None:
+        """Hand the arrays to `session.state`, which may refuse them: then they stay here."""
         self._take_back()
         arrays = self._surrender()
+        try:
+            session.state.put(layer, *arrays)
+        except BaseException:
+            self._restore(*arrays)
+            raise
         self._loan = (session, layer)
-        return arrays
 
 
 def _lent(name: str) -> property:

@@ -47,7 +47,7 @@ class DecodeSession:
         # The last step's token: the next step waits for it, and evaluating it runs every step.
         self.ticket: mx.array | None = None
         for layer, cache in enumerate(caches):
-            self.state.put(layer, *cache._lend(self, layer))
+            cache._lend(self, layer)
 
     def take(self, layer: int) -> tuple[mx.array | None, mx.array | None]:
         """Run the steps built so far and give one layer's arrays up; the session ends."""

@@ -281,12 +281,25 @@ def test_half_a_list_of_caches_taken_elsewhere(model):
     assert mx.array_equal(go_on(model, caches), expected)
 
 
+def test_caches_survive_a_step_that_refuses_one_of_them(model):
+    caches, ids = started(model)
+    keys = caches[3].keys
+    expected = go_on(model, copy.deepcopy(caches))
+    caches[3].keys = keys[:, :1]
+    with pytest.raises(ValueError, match="layer 3"):
+        model(mx.array([[1]]), cache=caches)
+    caches[3].keys = keys
+    assert mx.array_equal(go_on(model, caches), expected)
+
+
 def test_wrong_caches_are_refused_or_run_by_the_layers(model):
     with pytest.raises(ValueError, match="layer 3"):
         caches = model.make_cache()
         caches[3].keys = mx.zeros((1, 5, 16, 32), mx.bfloat16)
         caches[3].values = caches[3].keys
         mx.eval(model(mx.array([[1]]), cache=caches))
+    # The refused arrays are still there, and so are those of the layers before.
+    assert caches[3].keys.shape == caches[3].values.shape == (1, 5, 16, 32)
     caches = model.make_cache()
     caches[3].keys = caches[3].values = mx.zeros((1, 2, 16, 32), mx.float32)
     assert decode.step(model.language_model, mx.array([[1]]), caches) is None

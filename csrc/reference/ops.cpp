@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <sstream>
 #include <stdexcept>
-#include <string>
 
 #include "reference/micro.h"
 #include "reference/parallel.h"
@@ -159,9 +159,10 @@ void embed(const Matrix& m, Type t, const uint32_t* ids, int64_t count, void* ou
   std::vector<float> row(m.cols);
   for (int64_t i = 0; i < count; ++i) {
     if (ids[i] >= static_cast<uint32_t>(m.rows)) {
-      throw std::out_of_range("token id " + std::to_string(ids[i]) +
-                              " is outside the vocabulary of " + std::to_string(m.rows) +
-                              "; check that the tokenizer belongs to the model");
+      std::ostringstream text;
+      text << "token id " << ids[i] << " is outside the vocabulary of " << m.rows
+           << "; check that the tokenizer belongs to the model";
+      throw std::out_of_range(text.str());
     }
     micro().unpack(m, static_cast<int>(ids[i]), row.data());
     for (int c = 0; c < m.cols; ++c) {

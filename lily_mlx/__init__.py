@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     from lily_mlx._build_check import explain
 
-    raise explain(error) from error
+    raise explain(error) from None  # the sentence holds all that the linker said
 
 from lily_mlx._build_check import check_extension
 from lily_mlx._version import __version__

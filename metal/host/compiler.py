@@ -184,7 +184,6 @@ class Source:
         options = [
             *("-shared", "-fPIC", "-gline-tables-only", "-march=native", "-lm"),
             *(CHECKED_FLAGS if checked else ("-O3",)),
-            *(("-mtls-dialect=gnu2",) if os.uname().machine == "x86_64" else ()),
             f"-ffp-contract={contract}",
             *_constant_flags(values),
         ]

@@ -63,7 +63,8 @@ class Source:
         if not self.path.is_file():
             raise HostError(f"no Metal source at {self.path}")
         self.rules = rules
-        macros = {"__METAL_VERSION__": metal.replace(".", "") + "0", **(defines or {})}
+        self.version = metal.replace(".", "") + "0"
+        macros = {"__METAL_VERSION__": self.version, **(defines or {})}
         self.flags = [
             *FLAGS,
             f"-std={LANGUAGES[metal]}",
@@ -149,6 +150,7 @@ class Source:
             *(toolchain.clang(), *self.flags, f"-fplugin={toolchain.plugin()}"),
             *("-fsyntax-only", "-MD", "-MF", str(depends)),
             *(*PLUGIN_ARGUMENT, f"manifest={manifest_file}"),
+            *(*PLUGIN_ARGUMENT, f"version={self.version}"),
             *([*PLUGIN_ARGUMENT, "strict"] if self.rules == "strict" else ()),
             self._wrap(place),
         ]
@@ -184,6 +186,7 @@ class Source:
         options = [
             *("-shared", "-fPIC", "-gline-tables-only", "-march=native", "-lm"),
             *(CHECKED_FLAGS if checked else ("-O3",)),
+            *(("-mtls-dialect=gnu2",) if os.uname().machine == "x86_64" else ()),
             f"-ffp-contract={contract}",
             *_constant_flags(values),
         ]

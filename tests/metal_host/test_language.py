@@ -24,7 +24,7 @@ REJECTED = {
     ),
     "device pointer to thread": (
         kernel("float* p = y; p[0] = 1.0f;"),
-        "cannot initialize a variable of type 'float \\*'",
+        "cannot initialize a variable of type 'float \\*'|address-space-spelt",
     ),
     "C cast between spaces": (
         kernel(
@@ -157,12 +157,46 @@ REJECTED = {
         "no-virtual",
     ),
     "program-scope variable": (kernel("y[0] = g;", before="float g = 1.0f;"), "constant-scope"),
-    "static variable": (kernel("static int s; s++; y[0] = float(s);"), "constant-scope"),
+    "static variable": (kernel("static int s; s++; y[0] = float(s);"), "no-static"),
+    "static constant": (
+        kernel("static constant float s = 1.0f; y[0] = s;"),
+        "no-static",
+    ),
+    "pointer parameter without a space": (
+        kernel(
+            "float a[4] = {0.0f}; y[0] = g(a);", before="float g(const float* p) { return p[0]; }"
+        ),
+        "address-space-spelt",
+    ),
+    "reference parameter without a space": (
+        kernel("float a = 0.0f; g(a); y[0] = a;", before="void g(float& x) { x = 1.0f; }"),
+        "address-space-spelt",
+    ),
+    "template parameter without a space": (
+        kernel(
+            "float a = 0.0f; g(a); y[0] = a;",
+            before="template <typename T> void g(T& x) { x = T(1); }",
+        ),
+        "address-space-spelt",
+    ),
+    "local pointer without a space": (
+        kernel("float a[4] = {0.0f}; float* p = a + 1; y[0] = *p;"),
+        "address-space-spelt",
+    ),
+    "field without a space": (
+        kernel("float a = 1.0f; S s; s.p = &a; y[0] = *s.p;", before="struct S { float* p; };"),
+        "address-space-spelt",
+    ),
+    "array parameter without a space": (
+        kernel("float a[4] = {0.0f}; y[0] = g(a);", before="float g(float p[4]) { return p[0]; }"),
+        "address-space-spelt",
+    ),
+    "long long": (kernel("long long n = 1; y[0] = float(n);"), "no-long-long"),
     "device variable": (kernel("device float x = 1.0f; y[0] = x;"), "address-space|error"),
     "new": (kernel("int* p = new int(1); y[0] = float(*p);"), "no-new"),
     "throw": (kernel("if (y[0] > 1.0f) throw 1;"), "no-exceptions|cannot use 'throw'"),
     "goto": (kernel("again: y[0] += 1.0f; if (y[0] < 3.0f) goto again;"), "no-goto"),
-    "lambda before Metal 4": (
+    "lambda before Metal 3.2": (
         kernel("auto f = [](float a) { return a; }; y[0] = f(y[0]);"),
         "no-lambda",
     ),
@@ -390,6 +424,13 @@ ACCEPTED = {
     "device references": kernel(
         "set(y[i]);", POSITION, before="void set(device float& x) { x = 1.0f; }"
     ),
+    "spaces spelt": kernel(
+        "float a[4] = {0.0f}; thread float* p = a; const thread float& r = a[1]; auto& q = a[2]; S s; s.p = p;\n"
+        "for (auto v : a) { y[i] += v; } y[i] = g(p) + r + q + s.p[0] + h(a);",
+        POSITION,
+        before="struct S { thread float* p; };\ntemplate <typename T> T g(const thread T* p) { return p[0]; }\n"
+        "float h(thread float p[4]) { return p[0]; }",
+    ),
     "unions and bit fields": kernel(
         "U u; u.f = y[i]; B b; b.low = u.u; y[i] = float(b.low);",
         POSITION,
@@ -432,6 +473,10 @@ def test_macros_of_the_user_do_not_reach_into_the_standard_headers():
 
 def test_tables_are_large_enough():
     assert sum(not name.startswith("project: ") for name in REJECTED) >= 30 and len(ACCEPTED) >= 30
+
+
+def test_lambdas_come_with_metal_3_2():
+    assert check(REJECTED["lambda before Metal 3.2"][0], metal="3.2")
 
 
 def test_an_error_names_file_line_and_rule():

@@ -15,6 +15,7 @@ namespace msl {
 // Everything that the driver tells the plugin, and what the plugin remembers for one source file.
 struct State {
   std::string manifest;                    // path of the JSON manifest; empty while generating code
+  int version = 310;                       // of the language, as __METAL_VERSION__
   bool strict = false;                     // also the project's own rules
   bool gpu = false;                        // target is NVPTX
   std::map<int, std::string> values;       // function constant id -> value

@@ -6,6 +6,7 @@
 #include "clang/Basic/SourceManager.h"
 #include "clang/Lex/Lexer.h"
 #include "frontend.h"
+#include "llvm/ADT/StringExtras.h"
 #include "llvm/Support/FileSystem.h"
 #include "llvm/Support/FormatVariadic.h"
 #include "llvm/Support/JSON.h"
@@ -137,6 +138,10 @@ class Lint : public RecursiveASTVisitor<Lint> {
         sema_.SourceMgr, sema_.getLangOpts());
     if (spelling == "double")
       report(loc.getBeginLoc(), "Metal has no double", "no-double");
+    auto kind = loc.getTypePtr()->getKind();
+    if ((kind == BuiltinType::LongLong || kind == BuiltinType::ULongLong) &&
+        (spelling == "long" || spelling == "unsigned"))
+      report(loc.getBeginLoc(), "Metal has no long long", "no-long-long");
     if (spelling == "__int128")
       report(loc.getBeginLoc(), "Metal has no 128-bit integer", "no-int128");
     return true;
@@ -146,7 +151,15 @@ class Lint : public RecursiveASTVisitor<Lint> {
     return true;
   }
 
+  bool VisitFieldDecl(FieldDecl* field) {
+    spacesSpelt(field);
+    return true;
+  }
+
   bool VisitVarDecl(VarDecl* variable) {
+    spacesSpelt(variable);
+    if (findAttribute(variable, "static_local"))
+      report(variable->getLocation(), "a variable of a function cannot be static", "no-static");
     QualType type = variable->getType();
     if (type->isDependentType() || isa<ParmVarDecl>(variable))
       return true;
@@ -254,8 +267,7 @@ class Lint : public RecursiveASTVisitor<Lint> {
     return no(e->getBeginLoc(), "statement expressions", "gnu-extension");
   }
   bool VisitLambdaExpr(LambdaExpr* e) {
-    return sema_.getLangOpts().CPlusPlus20 ||
-           no(e->getBeginLoc(), "lambdas before Metal 4", "no-lambda");
+    return state.version >= 320 || no(e->getBeginLoc(), "lambdas before 3.2", "no-lambda");
   }
   bool VisitConceptDecl(ConceptDecl* d) {
     return no(d->getLocation(), "concepts", "cxx20");
@@ -320,6 +332,51 @@ class Lint : public RecursiveASTVisitor<Lint> {
   }
 
  private:
+  // A pointer's or reference's address space must be written out, `thread` included. That one is no
+  // type here, so the source text is looked at.
+  void spacesSpelt(DeclaratorDecl* decl) {
+    auto* info = decl->getTypeSourceInfo();
+    if (!info || info->getType()->getContainedDeducedType())
+      return;
+    TypeLoc loc = info->getTypeLoc().getUnqualifiedLoc();
+    SourceLocation end;
+    QualType target;
+    if (auto pointer = loc.getAs<PointerTypeLoc>()) {
+      end = pointer.getStarLoc();
+      target = pointer.getPointeeLoc().getType();
+    } else if (auto reference = loc.getAs<ReferenceTypeLoc>()) {
+      end = reference.getSigilLoc();
+      target = reference.getPointeeLoc().getType();
+    } else if (auto array = loc.getAs<ArrayTypeLoc>(); array && isa<ParmVarDecl>(decl)) {
+      end = array.getLBracketLoc();
+      target = array.getElementLoc().getType();
+    } else {
+      return;
+    }
+    SourceLocation begin = decl->getOuterLocStart();
+    if (target.getAddressSpace() != LangAS::Default || target->isFunctionType())
+      return;
+    if (begin.isInvalid() || end.isInvalid() || begin.isMacroID() || end.isMacroID())
+      return;
+    // `thread` is an empty macro, so a declaration that begins with it begins behind it.
+    auto [file, last] = sema_.SourceMgr.getDecomposedLoc(end);
+    auto [other, first] = sema_.SourceMgr.getDecomposedLoc(begin);
+    if (file != other || first > last)
+      return;
+    StringRef buffer = sema_.SourceMgr.getBufferData(file);
+    size_t before = buffer.take_front(first).find_last_of("(,{;}<>)");
+    StringRef text = buffer.slice(before == StringRef::npos ? 0 : before + 1, last);
+    SmallVector<StringRef, 8> words;
+    SplitString(text, words, " \t\n<>(),*&");
+    for (StringRef word : words)
+      if (word == "thread" || word == "device" || word == "threadgroup" || word == "constant")
+        return;
+    report(end,
+           "a pointer or reference needs its address space: thread, device, constant or "
+           "threadgroup",
+           "address-space-spelt");
+  }
+
   template <class Function>
   bool traverse(Function* function) {
     auto* outer = current_;

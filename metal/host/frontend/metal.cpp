@@ -291,7 +291,11 @@ class Tokens {
 
   // `constant const int* a[2]` as a parameter: only OpenCL gives an array parameter a space.
   void arrayParameter(const Token& token) {
-    options_.OpenCL = after_bracket_ && token.isOneOf(tok::comma, tok::r_paren);
+    if (token.isOneOf(tok::kw___global, tok::kw___local, tok::kw___constant))
+      spaced_ = true;
+    options_.OpenCL = spaced_ && after_bracket_ && token.isOneOf(tok::comma, tok::r_paren);
+    if (token.isOneOf(tok::comma, tok::l_paren, tok::semi))
+      spaced_ = false;
     after_bracket_ = token.is(tok::r_square) && !last_.is(tok::r_square);
   }
 
@@ -316,7 +320,7 @@ class Tokens {
   Token last_{};
   enum { Outside, AfterTemplate, SecondOpen, Inside, SecondClose } rewriting_ = Outside;
   int depth_ = 0, since_ = 0;
-  bool after_bracket_ = false, after_parameters_ = false, open_ = false;
+  bool after_bracket_ = false, spaced_ = false, after_parameters_ = false, open_ = false;
 };
 
 // The map from language to machine address spaces is a protected member.
@@ -341,6 +345,8 @@ struct Action : PluginASTAction {
       } else if (arg.consume_front("constant=")) {
         auto [id, value] = arg.split(':');
         state.values[std::atoi(id.str().c_str())] = value.str();
+      } else if (arg.consume_front("version=")) {
+        state.version = std::atoi(arg.str().c_str());
       } else if (arg == "strict") {
         state.strict = true;
       } else {
@@ -517,6 +523,8 @@ struct VariableAttribute : ParsedAttrInfo {
     constantIsConst(context, variable);
     if (!isa<ParmVarDecl>(variable) && variable->isLocalVarDecl()) {
       LangAS space = variable->getType().getAddressSpace();
+      if (variable->getStorageClass() == SC_Static)
+        variable->addAttr(AnnotateAttr::Create(context, "msl.static_local", nullptr, 0));
       if (space == LangAS::opencl_local || space == LangAS::opencl_constant)
         variable->setStorageClass(SC_Static);
       // One threadgroup runs on one OS thread.

@@ -8,6 +8,7 @@ import models
 import pytest
 from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import (
+    BatchKVCache,
     LRUPromptCache,
     load_prompt_cache,
     make_prompt_cache,
@@ -200,6 +201,24 @@ def test_saved_and_restored_caches_go_on_bit_for_bit(model, tmp_path):
     assert [type(c).__name__ for c in restored] == [type(c).__name__ for c in caches]
     assert mx.array_equal(go_on(model, restored), expected)
     assert decode.step(model.language_model, mx.array([[1]]), restored) is not None
+
+
+def test_saved_padding_and_lengths_come_back(model, tmp_path):
+    """Two left-padded rows, saved between two steps: both forms of mlx-lm's batch caches."""
+    path = str(tmp_path / "batch.safetensors")
+    padding = [3, 0]
+    caches = [
+        ArraysCache(2, left_padding=padding) if hasattr(c, "cache") else BatchKVCache(padding)
+        for c in model.make_cache()
+    ]
+    ids = models.prompt(model, 12, batch=2)
+    model(ids[:, :6], cache=caches)
+    save_prompt_cache(path, caches)
+    restored = load_prompt_cache(path)
+    assert mx.array_equal(restored[0].left_padding, caches[0].left_padding)
+    for at in range(6, 12):
+        one = ids[:, at : at + 1]
+        assert mx.array_equal(model(one, cache=restored), model(one, cache=caches))
 
 
 def test_files_of_the_same_run_are_the_same_bytes(model, tmp_path):

@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -217,6 +218,65 @@ def test_a_saved_prompt_cache_is_continued(folder, tmp_path, capsys, monkeypatch
     lily, stock = (written([*rest, "--engine", e], capsys) for e in ENGINES)
     assert lily == stock
     assert saved.read_bytes() == before
+
+
+def test_sampling_with_a_seed_writes_what_mlx_lm_writes(folder, capsys):
+    base = ["--model", folder, "--max-tokens", "12", "--verbose", "F"]
+    for flags in (
+        ["--temp", "0.8", "--top-p", "0.9", "--seed", "5"],
+        ["--temp", "1.0", "--top-k", "20", "--min-p", "0.05", "--seed", "6"],
+        ["--max-kv-size", "64"],
+        ["--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "0"],
+    ):
+        lily, stock = (written([*base, *flags, "--engine", e], capsys) for e in ENGINES)
+        assert lily == stock, flags
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_speculative_decoding_is_refused_in_a_sentence(folder, engine, capsys):
+    words = ["--model", folder, "--draft-model", folder, "--engine", engine, "--max-tokens", "4"]
+    line = refused(generate.main, words, capsys)
+    assert "\n" not in line and "Speculative decoding" in line
+
+
+def _running(words):
+    """The generate command in a process of its own, once its first words have come."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lily_mlx", "generate", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout.read(20)
+    return process
+
+
+def test_an_interrupt_ends_generation_quietly(endless):
+    process = _running(["--model", endless, "--max-tokens", "100000", "--prompt", "hello"])
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, b"")
+
+
+def test_a_reader_that_has_gone_ends_generation_quietly(endless):
+    process = _running(["--model", endless, "--max-tokens", "100000", "--prompt", "hello"])
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 141
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory):
+    """A tiny model that meets no end-of-text token."""
+    path = tmp_path_factory.mktemp("endless") / "model"
+    tiny.checkpoint(path, max_position_embeddings=200000)
+    for name in ("config.json", "tokenizer_config.json"):
+        text = (path / name).read_text()
+        content = json.loads(text)
+        content.pop("eos_token_id", None)
+        content.pop("eos_token", None)
+        (path / name).write_text(json.dumps(content))
+    return path
 
 
 # --- the package's own model ----------------------------------------------------------------

@@ -5,7 +5,7 @@ import mlx.nn as nn
 import models
 import numpy as np
 import pytest
-from mlx_lm.generate import batch_generate, generate_step
+from mlx_lm.generate import BatchGenerator, batch_generate, generate_step
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -129,6 +129,38 @@ def test_batch_generation_of_mlx_lm_writes_the_same_with_both_engines(tmp_path):
         prompts = [tokenizer.encode(t) for t in ("hello there", "a", "one two three four five")]
         texts.append(batch_generate(model, tokenizer, prompts, max_tokens=8).texts)
     assert texts[0] == texts[1]
+
+
+def test_a_batch_outlives_rows_that_come_and_go():
+    """mlx-lm's server: rows join late, leave in mid-prompt or in mid-answer, or are cut short."""
+    ours, _ = models.pair("plain", mx.float32, 0)
+    prompts = [models.prompt(ours, n, seed=n)[0].tolist() for n in (5, 40, 3, 11)]
+
+    def alone(prompt, count):
+        return [t for t, _ in generate_step(mx.array(prompt), ours, max_tokens=count)]
+
+    batch = BatchGenerator(ours, prefill_step_size=16)
+    first, leaves_early = batch.insert(prompts[:2], max_tokens=[12, 12])
+    got = {}
+
+    def run(steps):
+        for _ in range(steps):
+            _, answers = batch.next()
+            for answer in answers:
+                got.setdefault(answer.uid, []).append(answer.token)
+
+    run(1)
+    batch.remove([leaves_early])  # its prompt is longer than a chunk: it has not answered yet
+    leaves_late, last = batch.insert(prompts[2:], max_tokens=[12, 6])
+    run(5)
+    batch.remove([leaves_late])
+    run(14)
+    batch.close()
+    assert leaves_early not in got
+    assert got[first] == alone(prompts[0], 12)
+    assert got[last] == alone(prompts[3], 6)
+    assert 0 < len(got[leaves_late]) < 12
+    assert got[leaves_late] == alone(prompts[2], len(got[leaves_late]))
 
 
 def test_quantized_and_rotating_caches_run():

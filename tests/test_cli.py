@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -437,3 +438,11 @@ def test_readme_names_every_command():
     readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
     for command in cli.COMMANDS:
         assert f"lily_mlx {command}" in readme or f"lily_mlx.{command}" in readme, command
+
+
+def test_the_tests_that_readme_names_are_there():
+    folder = Path(__file__).resolve().parent
+    file = ""
+    for named, test in re.findall(r"`(test_\w+\.py)?::(\w+)`", (folder / "README.md").read_text()):
+        file = named or file
+        assert f"def {test}(" in (folder / file).read_text(), f"{file}::{test}"

@@ -1,27 +1,37 @@
 // Attention of one row over the cache.
 //
-// attention_prepare  q and k: RMS norm over head_dim, rotary on the first kRotary dims (pairs (i, i + kRotary / 2)),
-//                    rounded once; k and v go into the cache at `position`. A simdgroup a head, 8 dims a lane.
-// attention_decode   softmax(q k / sqrt(D)) v over cache rows 0 .. position, the context cut into splits; a
-//                    threadgroup takes one split for kPack query heads of one KV head and leaves (max, sum, o) in fp32.
-// attention_decode_strided   the same with a lane a key: neighbouring lanes read rows apart (ablation).
-// attention_merge    adds the splits up: out = rnd(o * sigmoid(gate)).
+// attention_prepare: q and k get an RMS norm over head_dim and rotary on the first kRotary dims
+// (pairs (i, i + kRotary / 2)), rounded once; k and v go into the cache at `position`. A simdgroup
+// a head, 8 dims a lane.
 //
-// Position and so the context length come from device memory: a step's dispatches never change. Splits:
-//   general      kBlockTokens = 0: kSplits splits of equal length, a multiple of 4 * kAttendSimdgroups tokens;
-//   fixed-block  kBlockTokens = 512 ... 1024: splits of that length, kSplits of them cover the capacity.
-// Splits past the context exit at once, and the merge leaves them out by the same formula.
+// attention_decode: softmax(q k / sqrt(D)) v over cache rows 0 .. position, the context cut into
+// splits. A threadgroup takes one split for kPack query heads of one KV head and leaves
+// (max, sum, o) in fp32.
 //
-// Layout of threads of attention_decode. A lane holds 8 of the 256 dims, so a simdgroup reads a cache row as 512
-// neighbouring bytes, 16 a lane. It takes 4 keys at a time; the 4 * kPack sums over lanes are done together, halving
-// the number of values with each exchange (order 16, 8, 4, 2, 1), after which a lane holds one (key, head) score
-// and its softmax is done once. Each row is unpacked once for all kPack heads. The arithmetic of a head, in
-// content and order, does not depend on kPack: packed and unpacked results are equal to the bit.
+// attention_decode_strided: the same with a lane a key, so that neighbouring lanes read rows apart
+// (ablation).
 //
-// Bytes: 2 * D * sizeof(A) a cached token and KV head (35B: 2 KB a layer and token), read H / (Hkv * kPack) times, once from
-// memory when those threadgroups run together. Partials: (D + 2) * 4 a head and split, written and read.
+// attention_merge: adds the splits up, out = rnd(o * sigmoid(gate)).
 //
-// D = 256; kRotary a power of two, 16 to 256; kPack 1, 2, 4 or 8 divides H / Hkv; kAttendSimdgroups 1 to 16.
+// Position and so the context length come from device memory: a step's dispatches never change.
+// General path, kBlockTokens = 0: kSplits splits of equal length, a multiple of
+// 4 * kAttendSimdgroups tokens. Fixed-block path, kBlockTokens = 512 ... 1024: splits of that
+// length, kSplits of them cover the capacity. Splits past the context exit at once, and the merge
+// leaves them out by the same formula.
+//
+// Layout of threads of attention_decode. A lane holds 8 of the 256 dims, so a simdgroup reads a
+// cache row as 512 neighbouring bytes, 16 a lane. It takes 4 keys at a time; the 4 * kPack sums
+// over lanes are done together, halving the number of values with each exchange (order 16, 8, 4, 2,
+// 1), after which a lane holds one (key, head) score and its softmax is done once. Each row is
+// unpacked once for all kPack heads. The arithmetic of a head, in content and order, does not
+// depend on kPack: packed and unpacked results are equal to the bit.
+//
+// Bytes: 2 * D * sizeof(A) a cached token and KV head (35B: 2 KB a layer and token), read H / (Hkv
+// * kPack) times, once from memory when those threadgroups run together. Partials: (D + 2) * 4 a
+// head and split, written and read.
+//
+// D = 256; kRotary a power of two, 16 to 256; kPack 1, 2, 4 or 8 divides H / Hkv; kAttendSimdgroups
+// 1 to 16.
 #pragma once
 
 #include "common.h"
@@ -40,18 +50,18 @@ constant int kPrepareSimdgroups [[function_constant(68)]];
 constant int kMergeSimdgroups [[function_constant(69)]];  // 1 to 16
 
 constant constexpr int kD = 256;
-constant constexpr int kKeys = 4;             // keys a simdgroup takes at a time
+constant constexpr int kKeys = 4;                // keys a simdgroup takes at a time
 constant constexpr float kScoreScale = 0.0625f;  // D^-0.5
-constant constexpr int kMergeFloats = 4096;   // threadgroup memory in which the simdgroups' o meet
+constant constexpr int kMergeFloats = 4096;  // threadgroup memory in which the simdgroups' o meet
 constant constexpr int kMaxAttendSimdgroups = 16;
-constant constexpr int kMergeDims = 64;       // dims a threadgroup of attention_merge
+constant constexpr int kMergeDims = 64;  // dims a threadgroup of attention_merge
 
 // ---------------------------------------------------------------- prepare
 
 // RMS norm of one head and rotary; x holds dims 8 * lane ... of it.
 template <typename A>
-METAL_FUNC void norm_and_rotate(
-    thread float* x, device const A* weight, device const float* inv_freq, int position, uint lane) {
+METAL_FUNC void norm_and_rotate(thread float* x, device const A* weight,
+                                device const float* inv_freq, int position, uint lane) {
   float squares = 0.0f;
   for (int i = 0; i < 8; ++i) {
     squares = fma(x[i], x[i], squares);
@@ -84,21 +94,19 @@ METAL_FUNC void store8(device A* p, thread const float* x) {
 // Grid: ceil((H + 2 Hkv) / kPrepareSimdgroups) threadgroups.
 // Bytes: (3 H + 4 Hkv) * D * sizeof(A) less the gates.
 template <typename A>
-[[kernel]] void attention_prepare(
-    device const A* q_gate [[buffer(0)]],  // [H][q D | gate D]
-    device const A* k [[buffer(1)]],
-    device const A* v [[buffer(2)]],
-    device const A* q_norm [[buffer(3)]],
-    device const A* k_norm [[buffer(4)]],
-    device const float* inv_freq [[buffer(5)]],  // [kRotary / 2]
-    device const int* position [[buffer(6)]],
-    constant int& capacity [[buffer(7)]],  // rows of the cache
-    device A* q_out [[buffer(8)]],
-    device A* k_cache [[buffer(9)]],  // [Hkv][capacity][D]
-    device A* v_cache [[buffer(10)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+[[kernel]] void attention_prepare(device const A* q_gate [[buffer(0)]],  // [H][q D | gate D]
+                                  device const A* k [[buffer(1)]], device const A* v [[buffer(2)]],
+                                  device const A* q_norm [[buffer(3)]],
+                                  device const A* k_norm [[buffer(4)]],
+                                  device const float* inv_freq [[buffer(5)]],  // [kRotary / 2]
+                                  device const int* position [[buffer(6)]],
+                                  constant int& capacity [[buffer(7)]],  // rows of the cache
+                                  device A* q_out [[buffer(8)]],
+                                  device A* k_cache [[buffer(9)]],  // [Hkv][capacity][D]
+                                  device A* v_cache [[buffer(10)]],
+                                  uint3 group [[threadgroup_position_in_grid]],
+                                  uint simdgroup [[simdgroup_index_in_threadgroup]],
+                                  uint lane [[thread_index_in_simdgroup]]) {
   const int item = int(group.x) * kPrepareSimdgroups + int(simdgroup);
   const int at = position[0];
   const int dim = int(lane) * 8;
@@ -133,7 +141,8 @@ METAL_FUNC int split_tokens(int length) {
 
 // ---------------------------------------------------------------- attend
 
-// Sums 4 * H values over the lanes of a simdgroup; lane l is left with value l / (8 / H), order (key, head).
+// Sums 4 * H values over the lanes of a simdgroup; lane l is left with value l / (8 / H), order
+// (key, head).
 template <int N>
 METAL_FUNC float sum_and_scatter(thread float* p, uint lane) {
   int mask = 16;
@@ -163,18 +172,10 @@ struct Heads {
 
 // Adds up the simdgroups of a threadgroup and writes the split's partials.
 template <int H>
-METAL_FUNC void finish_split(
-    thread Heads<H>& a,
-    threadgroup float* o_shared,
-    threadgroup float* m_shared,
-    threadgroup float* l_shared,
-    device float2* partial_ml,
-    device float* partial_o,
-    int head0,
-    int split,
-    uint tid,
-    uint simdgroup,
-    uint lane) {
+METAL_FUNC void finish_split(thread Heads<H>& a, threadgroup float* o_shared,
+                             threadgroup float* m_shared, threadgroup float* l_shared,
+                             device float2* partial_ml, device float* partial_o, int head0,
+                             int split, uint tid, uint simdgroup, uint lane) {
   const int simdgroups = kAttendSimdgroups;
   const int at_once = min(H, kMergeFloats / kD / at_least_1(simdgroups));  // heads a round
   if (lane == 0) {
@@ -224,10 +225,12 @@ struct Rows {
 };
 
 template <typename A>
-METAL_FUNC void load_rows(thread Rows<A>& rows, device const A* cache, int first, int last, uint lane) {
+METAL_FUNC void load_rows(thread Rows<A>& rows, device const A* cache, int first, int last,
+                          uint lane) {
   constexpr int kWords = int(sizeof(A)) / 2;
   for (int j = 0; j < kKeys; ++j) {
-    device const uint4* p = (device const uint4*)(cache + min(first + j, last) * kD + int(lane) * 8);
+    device const uint4* p =
+        (device const uint4*)(cache + min(first + j, last) * kD + int(lane) * 8);
     for (int i = 0; i < kWords; ++i) {
       rows.word[j * kWords + i] = p[i];
     }
@@ -243,22 +246,11 @@ METAL_FUNC void widen_row(thread const Rows<A>& rows, int j, thread float* x) {
 }
 
 template <typename A, int H>
-METAL_FUNC void attend_body(
-    device const A* q,
-    device const A* keys,
-    device const A* values,
-    device float2* partial_ml,
-    device float* partial_o,
-    threadgroup float* o_shared,
-    threadgroup float* m_shared,
-    threadgroup float* l_shared,
-    int length,
-    int capacity,
-    int split,
-    int head0,
-    uint tid,
-    uint simdgroup,
-    uint lane) {
+METAL_FUNC void attend_body(device const A* q, device const A* keys, device const A* values,
+                            device float2* partial_ml, device float* partial_o,
+                            threadgroup float* o_shared, threadgroup float* m_shared,
+                            threadgroup float* l_shared, int length, int capacity, int split,
+                            int head0, uint tid, uint simdgroup, uint lane) {
   constexpr int kHeadLanes = 8 / H;  // lanes that share a (key, head)
   const int start = split * split_tokens(length);
   if (start >= length) {
@@ -336,32 +328,28 @@ METAL_FUNC void attend_body(
     heads.m[h] = simd_shuffle(m, ushort(h * kHeadLanes));
     heads.l[h] = simd_shuffle(l, ushort(h * kHeadLanes));
   }
-  finish_split(
-      heads, o_shared, m_shared, l_shared, partial_ml, partial_o, head0, split, tid, simdgroup, lane);
+  finish_split(heads, o_shared, m_shared, l_shared, partial_ml, partial_o, head0, split, tid,
+               simdgroup, lane);
 }
 
 // Grid: (kSplits, H / kPack).
 template <typename A>
 [[kernel]] void attention_decode(
-    device const A* q [[buffer(0)]],
-    device const A* k_cache [[buffer(1)]],
-    device const A* v_cache [[buffer(2)]],
-    device const int* position [[buffer(3)]],
+    device const A* q [[buffer(0)]], device const A* k_cache [[buffer(1)]],
+    device const A* v_cache [[buffer(2)]], device const int* position [[buffer(3)]],
     constant int& capacity [[buffer(4)]],
     device float2* partial_ml [[buffer(5)]],  // [H][kSplits]
     device float* partial_o [[buffer(6)]],    // [H][kSplits][D]
-    uint3 group [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float o_shared[kMergeFloats];
   threadgroup float m_shared[kMaxAttendSimdgroups * 8];
   threadgroup float l_shared[kMaxAttendSimdgroups * 8];
-#define LILY_CASE(H)                                                                            \
-  if (kPack == H) {                                                                             \
-    attend_body<A, H>(                                                                          \
-        q, k_cache, v_cache, partial_ml, partial_o, o_shared, m_shared, l_shared,               \
-        position[0] + 1, capacity, int(group.x), int(group.y) * H, tid, simdgroup, lane);       \
+#define LILY_CASE(H)                                                                             \
+  if (kPack == H) {                                                                              \
+    attend_body<A, H>(q, k_cache, v_cache, partial_ml, partial_o, o_shared, m_shared, l_shared,  \
+                      position[0] + 1, capacity, int(group.x), int(group.y) * H, tid, simdgroup, \
+                      lane);                                                                     \
   }
   LILY_CASE(1)
   LILY_CASE(2)
@@ -370,20 +358,15 @@ template <typename A>
 #undef LILY_CASE
 }
 
-// The uncoalesced form, four heads a threadgroup (kPack = 4): a lane computes all 256 products of its own key, 32 keys a
-// simdgroup at a time, so that a load touches 32 rows.
+// The uncoalesced form, four heads a threadgroup (kPack = 4): a lane computes all 256 products of
+// its own key, 32 keys a simdgroup at a time, so that a load touches 32 rows.
 template <typename A>
 [[kernel]] void attention_decode_strided(
-    device const A* q [[buffer(0)]],
-    device const A* k_cache [[buffer(1)]],
-    device const A* v_cache [[buffer(2)]],
-    device const int* position [[buffer(3)]],
-    constant int& capacity [[buffer(4)]],
-    device float2* partial_ml [[buffer(5)]],
-    device float* partial_o [[buffer(6)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    device const A* q [[buffer(0)]], device const A* k_cache [[buffer(1)]],
+    device const A* v_cache [[buffer(2)]], device const int* position [[buffer(3)]],
+    constant int& capacity [[buffer(4)]], device float2* partial_ml [[buffer(5)]],
+    device float* partial_o [[buffer(6)]], uint3 group [[threadgroup_position_in_grid]],
+    uint tid [[thread_index_in_threadgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int H = 4;
   threadgroup float o_shared[kMergeFloats];
@@ -456,24 +439,21 @@ template <typename A>
   for (int h = 0; h < H; ++h) {
     heads.l[h] = group_sum(sum[h], 32);
   }
-  finish_split(
-      heads, o_shared, m_shared, l_shared, partial_ml, partial_o, head0, split, tid, simdgroup, lane);
+  finish_split(heads, o_shared, m_shared, l_shared, partial_ml, partial_o, head0, split, tid,
+               simdgroup, lane);
 }
 
 // ---------------------------------------------------------------- merge
 
-// Grid: (D / 64, H), kMergeSimdgroups simdgroups; a lane holds 2 dims, simdgroup s adds splits s, s + kMergeSimdgroups, ...
+// Grid: (D / 64, H), kMergeSimdgroups simdgroups; a lane holds 2 dims, simdgroup s adds splits s, s
+// + kMergeSimdgroups, ...
 template <typename A>
 [[kernel]] void attention_merge(
-    device const float2* partial_ml [[buffer(0)]],
-    device const float* partial_o [[buffer(1)]],
-    device const A* q_gate [[buffer(2)]],
-    device const int* position [[buffer(3)]],
+    device const float2* partial_ml [[buffer(0)]], device const float* partial_o [[buffer(1)]],
+    device const A* q_gate [[buffer(2)]], device const int* position [[buffer(3)]],
     device A* out [[buffer(4)]],  // [H][D]
-    uint3 group [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float2 shared[16 * 32];
   const int head = int(group.y);
   const int dim = int(group.x) * kMergeDims + int(lane) * 2;

@@ -1,8 +1,9 @@
-// What every decode kernel uses: conversions, activations, reductions, and products with quantized rows.
+// What every decode kernel uses: conversions, activations, reductions, and products with quantized
+// rows.
 //
-// A is the activation dtype (bfloat, half, float). Products, sums, gates and states are fp32; a value is
-// rounded to A once, by an explicit cast. Nothing here assumes contraction or fast-math: where a fused
-// multiply-add matters for speed or for equal bits it is spelt fma().
+// A is the activation dtype (bfloat, half, float). Products, sums, gates and states are fp32; a
+// value is rounded to A once, by an explicit cast. Nothing here assumes contraction or fast-math:
+// where a fused multiply-add matters for speed or for equal bits it is spelt fma().
 #pragma once
 
 #include <metal_stdlib>
@@ -11,7 +12,8 @@ using namespace metal;
 
 namespace lily {
 
-// A divisor from a function constant: front ends check a kernel also while its constants are still 0.
+// A divisor from a function constant: front ends check a kernel also while its constants are still
+// 0.
 METAL_FUNC int at_least_1(int x) {
   return max(x, 1);
 }
@@ -106,7 +108,8 @@ METAL_FUNC float softplus(float x) {
 
 // ---------------------------------------------------------------- reductions
 
-// Sum over each aligned group of `lanes` lanes (a power of two); every lane gets it, with equal bits.
+// Sum over each aligned group of `lanes` lanes (a power of two); every lane gets it, with equal
+// bits.
 METAL_FUNC float group_sum(float v, int lanes) {
   for (int m = 1; m < lanes; m <<= 1) {
     v += simd_shuffle_xor(v, ushort(m));
@@ -121,10 +124,10 @@ METAL_FUNC float group_max(float v) {
   return v;
 }
 
-// Sum over a threadgroup of `simdgroups` simdgroups, in a fixed order; scratch holds one float for each.
-// Holds one barrier; the caller puts another before scratch is written again.
-METAL_FUNC float threadgroup_sum(
-    float v, threadgroup float* scratch, uint simdgroup, uint lane, int simdgroups) {
+// Sum over a threadgroup of `simdgroups` simdgroups, in a fixed order; scratch holds one float for
+// each. Holds one barrier; the caller puts another before scratch is written again.
+METAL_FUNC float threadgroup_sum(float v, threadgroup float* scratch, uint simdgroup, uint lane,
+                                 int simdgroups) {
   v = group_sum(v, 32);
   if (lane == 0) {
     scratch[simdgroup] = v;
@@ -144,13 +147,14 @@ METAL_FUNC bool ranks_before(float value, uint id, float other_value, uint other
 
 // ---------------------------------------------------------------- products with weight rows
 //
-// A unit is the 16 bytes that a lane loads at once: 32 codes of 4 bits, 16 of 8 bits, or 8 values of a
-// 16-bit A. Unpacking is what limits a GEMV once its loads are wide, and shifts and conversions are the
-// slow part of it. So a code is masked into the mantissa of a float whose exponent makes the value
-// c + code exactly (c = 16 for bits 19..22, 256 for bits 15..18 or 15..22): one shift serves two 4-bit
-// codes, one mask-and-or gives the float, no conversion is needed. The sum starts at -c * sum(x), which
-// takes c out again; the sums of x come with x, once for all rows. Each float is exact; the fp32 sum carries c * x
-// besides code * x, which costs up to 7e-6 of sum |w x| (seen, K = 64), where A = bfloat rounds to 2e-3.
+// A unit is the 16 bytes that a lane loads at once: 32 codes of 4 bits, 16 of 8 bits, or 8 values
+// of a 16-bit A. Unpacking is what limits a GEMV once its loads are wide, and shifts and
+// conversions are the slow part of it. So a code is masked into the mantissa of a float whose
+// exponent makes the value c + code exactly (c = 16 for bits 19..22, 256 for bits 15..18
+// or 15..22): one shift serves two 4-bit codes, one mask-and-or gives the float, no conversion is
+// needed. The sum starts at -c * sum(x), which takes c out again; the sums of x come with x, once
+// for all rows. Each float is exact; the fp32 sum carries c * x besides code * x, which costs up to
+// 7e-6 of sum |w x| (seen, K = 64), where A = bfloat rounds to 2e-3.
 
 constant constexpr uint kExponent16 = 0x41800000u;   // 16.0f
 constant constexpr uint kExponent256 = 0x43800000u;  // 256.0f
@@ -231,21 +235,12 @@ struct Tile {
   A bias[R * U];
 };
 
-// Loads U units of R rows: units first_unit, first_unit + lanes, ... of each row. `bits` above 8 means
-// unquantized: no scales. `groups` is groups a row.
+// Loads U units of R rows: units first_unit, first_unit + lanes, ... of each row. `bits` above 8
+// means unquantized: no scales. `groups` is groups a row.
 template <typename A, int R, int U>
-METAL_FUNC void load_tile(
-    thread Tile<A, R, U>& t,
-    device const uint* w,
-    device const A* scales,
-    device const A* biases,
-    thread const int* rows,
-    int units,
-    int groups,
-    int bits,
-    int group,
-    int first_unit,
-    int lanes) {
+METAL_FUNC void load_tile(thread Tile<A, R, U>& t, device const uint* w, device const A* scales,
+                          device const A* biases, thread const int* rows, int units, int groups,
+                          int bits, int group, int first_unit, int lanes) {
   device const uint4* w4 = (device const uint4*)w;
   for (int r = 0; r < R; ++r) {
     for (int u = 0; u < U; ++u) {
@@ -266,9 +261,9 @@ METAL_FUNC void load_tile(
 
 // ---------------------------------------------------------------- the row x in threadgroup memory
 //
-// Pieces of eight values, kept as A, with the sums over even and odd positions of each piece. A lane reads
-// the four (two, one) neighbouring pieces of its unit, so pieces are permuted to keep the lanes of one
-// read on different banks.
+// Pieces of eight values, kept as A, with the sums over even and odd positions of each piece. A
+// lane reads the four (two, one) neighbouring pieces of its unit, so pieces are permuted to keep
+// the lanes of one read on different banks.
 
 METAL_FUNC int piece_slot(int piece) {
   return piece ^ ((piece >> 3) & 3);
@@ -316,8 +311,8 @@ METAL_FUNC void load_unit_x(StagedRow<A> row, int unit, thread UnitX<CODES>& v) 
 
 // acc[r] += the tile's units of row r, times x.
 template <typename A, int R, int U, int CODES>
-METAL_FUNC void add_tile(
-    thread const Tile<A, R, U>& t, StagedRow<A> x, int first_unit, int lanes, thread float* acc) {
+METAL_FUNC void add_tile(thread const Tile<A, R, U>& t, StagedRow<A> x, int first_unit, int lanes,
+                         thread float* acc) {
   for (int u = 0; u < U; ++u) {
     UnitX<CODES> v;
     load_unit_x(x, first_unit + u * lanes, v);
@@ -327,23 +322,13 @@ METAL_FUNC void add_tile(
   }
 }
 
-// Stages K values of h (K a multiple of 8), normalised when `norm`: rnd(h * rsqrt(mean(h^2) + eps) * weight).
-// Ends with a barrier. copy, when not null, gets the staged row too.
+// Stages K values of h (K a multiple of 8), normalised when `norm`: rnd(h * rsqrt(mean(h^2) + eps)
+// * weight). Ends with a barrier. copy, when not null, gets the staged row too.
 template <typename A>
-METAL_FUNC void stage_row(
-    StagedRow<A> row,
-    device const A* h,
-    device const A* weight,
-    device A* copy,
-    int K,
-    bool norm,
-    bool write_copy,
-    float eps,
-    threadgroup float* scratch,
-    uint tid,
-    uint simdgroup,
-    uint lane,
-    int simdgroups) {
+METAL_FUNC void stage_row(StagedRow<A> row, device const A* h, device const A* weight,
+                          device A* copy, int K, bool norm, bool write_copy, float eps,
+                          threadgroup float* scratch, uint tid, uint simdgroup, uint lane,
+                          int simdgroups) {
   const int threads = simdgroups * 32;
   const int pieces = K / 8;
   // The first piece of a thread stays in registers: it is all there is when K <= 8 * threads.

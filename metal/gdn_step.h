@@ -1,20 +1,22 @@
 // Gated DeltaNet, one row: convolution, SiLU, q/k norm, gates, delta update, gated norm.
 //
-// gdn_step        all of it, a threadgroup a value head:
-//                   conv + SiLU of the head's 3 * 128 channels; q^ = rnd(q / |q| / sqrt(128)), k^ = rnd(k / |k|),
-//                   v^ = rnd(v); g = exp(-exp(A_log) softplus(a + dt_bias)), beta = sigmoid(b);
-//                   S = g S; S += ((v^ - S k^) beta) k^T; y = S q^; out = rnd(norm(y) * weight * silu(z)).
-//                 The value heads of a key head each do its convolution; the first of them writes its new conv rows.
-// gdn_conv_step, gdn_delta_step, gdn_gated_norm   the same in three dispatches (ablation; the delta update may then be
-//                 spread over several threadgroups a head).
+// gdn_step: all of it, a threadgroup a value head. Convolution and SiLU of the head's 3 * 128
+// channels; q^ = rnd(q / |q| / sqrt(128)), k^ = rnd(k / |k|), v^ = rnd(v);
+// g = exp(-exp(A_log) softplus(a + dt_bias)), beta = sigmoid(b);
+// S = g S; S += ((v^ - S k^) beta) k^T; y = S q^; out = rnd(norm(y) * weight * silu(z)).
+// The value heads of a key head each do its convolution; the first writes its new conv rows.
 //
-// Layout of threads. A state row (one value channel, 128 fp32) belongs to 8 lanes, 16 values each, four rows a
-// simdgroup: a load reads four whole 128-byte lines, a sum over the row is three shuffles. A simdgroup holds
-// RB = 32 / kGdnSimdgroups such sets of four rows in registers; all of its state is asked for before the
-// convolution starts. The state is read from one buffer and written to another, and so is the conv state.
+// gdn_conv_step, gdn_delta_step, gdn_gated_norm: the same in three dispatches (ablation; the delta
+// update may then be spread over several threadgroups a head).
 //
-// Bytes a value head: 128 KiB of state read and written; conv state 6 * 384 * 2 and conv weight 3 KiB.
-// 35B layer (32 heads): 4.2 MB, of which all but 0.1 MB is the state.
+// Layout of threads. A state row (one value channel, 128 fp32) belongs to 8 lanes, 16 values each,
+// four rows a simdgroup: a load reads four whole 128-byte lines, a sum over the row is three
+// shuffles. A simdgroup holds RB = 32 / kGdnSimdgroups such sets of four rows in registers; all of
+// its state is asked for before the convolution starts. The state is read from one buffer and
+// written to another, and so is the conv state.
+//
+// Bytes a value head: 128 KiB of state read and written; conv state 6 * 384 * 2 and conv weight 3
+// KiB. 35B layer (32 heads): 4.2 MB, of which all but 0.1 MB is the state.
 //
 // Dk = Dv = 128, conv width 4, value heads a multiple of key heads.
 #pragma once
@@ -37,13 +39,9 @@ METAL_FUNC int conv_channels() {
 
 // Convolution and SiLU of one channel; writes its new conv rows when `owner`.
 template <typename A>
-METAL_FUNC float conv_channel(
-    int channel,
-    bool owner,
-    device const A* qkv,
-    device const A* conv_state,
-    device const A* conv_weight,
-    device A* conv_state_out) {
+METAL_FUNC float conv_channel(int channel, bool owner, device const A* qkv,
+                              device const A* conv_state, device const A* conv_weight,
+                              device A* conv_state_out) {
   const int channels = conv_channels();
   const A x1 = conv_state[channels + channel];
   const A x2 = conv_state[2 * channels + channel];
@@ -79,8 +77,8 @@ METAL_FUNC float dot4(float4 a, float4 b, float sum) {
 
 // g and beta of one value head.
 template <typename A>
-METAL_FUNC float2 gdn_gates(
-    int head, device const A* a, device const A* b, device const float* a_log, device const A* dt_bias) {
+METAL_FUNC float2 gdn_gates(int head, device const A* a, device const A* b,
+                            device const float* a_log, device const A* dt_bias) {
   const float rate = precise::exp(a_log[head]) * softplus(float(a[head]) + float(dt_bias[head]));
   return float2(precise::exp(-rate), sigmoid(float(b[head])));
 }
@@ -105,8 +103,8 @@ METAL_FUNC void store_row_part(device float* row, uint lane, thread const RowPar
 }
 
 // Updates one row's part in place; returns y of the row, on each of its lanes.
-METAL_FUNC float delta_row(
-    thread RowPart& s, thread const RowPart& q, thread const RowPart& k, float v, float g, float beta) {
+METAL_FUNC float delta_row(thread RowPart& s, thread const RowPart& q, thread const RowPart& k,
+                           float v, float g, float beta) {
   float m = 0.0f;
   for (int j = 0; j < 4; ++j) {
     s.v[j] = s.v[j] * g;
@@ -128,27 +126,14 @@ METAL_FUNC float inverse_rms(float4 y, float eps) {
 }
 
 template <typename A, int RB>
-METAL_FUNC void gdn_step_body(
-    device const A* qkv,
-    device const A* z,
-    device const A* b,
-    device const A* a,
-    device const A* conv_state,
-    device const A* conv_weight,
-    device const float* a_log,
-    device const A* dt_bias,
-    device const A* norm_weight,
-    device const float* state,
-    device A* conv_state_out,
-    device float* state_out,
-    device A* out,
-    threadgroup float4* x,
-    threadgroup float4* y,
-    threadgroup float2* gates,
-    int head,
-    uint tid,
-    uint simdgroup,
-    uint lane) {
+METAL_FUNC void gdn_step_body(device const A* qkv, device const A* z, device const A* b,
+                              device const A* a, device const A* conv_state,
+                              device const A* conv_weight, device const float* a_log,
+                              device const A* dt_bias, device const A* norm_weight,
+                              device const float* state, device A* conv_state_out,
+                              device float* state_out, device A* out, threadgroup float4* x,
+                              threadgroup float4* y, threadgroup float2* gates, int head, uint tid,
+                              uint simdgroup, uint lane) {
   const int threads = kGdnSimdgroups * 32;
   const int ratio = kValueHeads / at_least_1(kKeyHeads);
   const int key_head = head / ratio;
@@ -170,10 +155,12 @@ METAL_FUNC void gdn_step_body(
   for (int i = int(tid); i < 3 * kHeadDim; i += threads) {
     const int part = i / kHeadDim;  // q, k, v
     const int within = i % kHeadDim;
-    const int first = part == 0 ? key_head : part == 1 ? kKeyHeads + key_head : 2 * kKeyHeads + head;
+    const int first = part == 0   ? key_head
+                      : part == 1 ? kKeyHeads + key_head
+                                  : 2 * kKeyHeads + head;
     const bool owner = part == 2 || head % ratio == 0;
-    ((threadgroup float*)x)[i] =
-        conv_channel(first * kHeadDim + within, owner, qkv, conv_state, conv_weight, conv_state_out);
+    ((threadgroup float*)x)[i] = conv_channel(first * kHeadDim + within, owner, qkv, conv_state,
+                                              conv_weight, conv_state_out);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -199,37 +186,30 @@ METAL_FUNC void gdn_step_body(
 
   if (int(simdgroup) < kHeadDim / 32) {
     const float scale = inverse_rms(y[lane], kGdnEps);
-    out[head * kHeadDim + int(tid)] = A(((threadgroup const float*)y)[tid] * scale * weight * silu(zv));
+    out[head * kHeadDim + int(tid)] =
+        A(((threadgroup const float*)y)[tid] * scale * weight * silu(zv));
   }
 }
 
 template <typename A>
 [[kernel]] void gdn_step(
-    device const A* qkv [[buffer(0)]],
-    device const A* z [[buffer(1)]],
-    device const A* b [[buffer(2)]],
-    device const A* a [[buffer(3)]],
-    device const A* conv_state [[buffer(4)]],
-    device const A* conv_weight [[buffer(5)]],
-    device const float* a_log [[buffer(6)]],
-    device const A* dt_bias [[buffer(7)]],
-    device const A* norm_weight [[buffer(8)]],
-    device const float* state [[buffer(9)]],
-    device A* conv_state_out [[buffer(10)]],
-    device float* state_out [[buffer(11)]],
-    device A* out [[buffer(12)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    device const A* qkv [[buffer(0)]], device const A* z [[buffer(1)]],
+    device const A* b [[buffer(2)]], device const A* a [[buffer(3)]],
+    device const A* conv_state [[buffer(4)]], device const A* conv_weight [[buffer(5)]],
+    device const float* a_log [[buffer(6)]], device const A* dt_bias [[buffer(7)]],
+    device const A* norm_weight [[buffer(8)]], device const float* state [[buffer(9)]],
+    device A* conv_state_out [[buffer(10)]], device float* state_out [[buffer(11)]],
+    device A* out [[buffer(12)]], uint3 group [[threadgroup_position_in_grid]],
+    uint tid [[thread_index_in_threadgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float4 x[3 * kHeadDim / 4];
   threadgroup float4 y[kHeadDim / 4];
   threadgroup float2 gates[1];
-#define LILY_CASE(SIMDGROUPS)                                                                        \
-  if (kGdnSimdgroups == SIMDGROUPS) {                                                                \
-    gdn_step_body<A, 32 / SIMDGROUPS>(                                                               \
-        qkv, z, b, a, conv_state, conv_weight, a_log, dt_bias, norm_weight, state, conv_state_out,   \
-        state_out, out, x, y, gates, int(group.x), tid, simdgroup, lane);                            \
+#define LILY_CASE(SIMDGROUPS)                                                                   \
+  if (kGdnSimdgroups == SIMDGROUPS) {                                                           \
+    gdn_step_body<A, 32 / SIMDGROUPS>(qkv, z, b, a, conv_state, conv_weight, a_log, dt_bias,    \
+                                      norm_weight, state, conv_state_out, state_out, out, x, y, \
+                                      gates, int(group.x), tid, simdgroup, lane);               \
   }
   LILY_CASE(8)
   LILY_CASE(16)
@@ -237,18 +217,17 @@ template <typename A>
 #undef LILY_CASE
 }
 
-// Convolution, SiLU and q/k norm apart: a threadgroup of 128 threads a head of q, k and v; hat holds q^, k^, v^.
-// Bytes: 16 a channel (four rows and four taps read, three rows written, one result).
+// Convolution, SiLU and q/k norm apart: a threadgroup of 128 threads a head of q, k and v; hat
+// holds q^, k^, v^. Bytes: 16 a channel (four rows and four taps read, three rows written, one
+// result).
 template <typename A>
-[[kernel]] void gdn_conv_step(
-    device const A* qkv [[buffer(0)]],
-    device const A* conv_state [[buffer(1)]],
-    device const A* conv_weight [[buffer(2)]],
-    device A* conv_state_out [[buffer(3)]],
-    device A* hat [[buffer(4)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+[[kernel]] void gdn_conv_step(device const A* qkv [[buffer(0)]],
+                              device const A* conv_state [[buffer(1)]],
+                              device const A* conv_weight [[buffer(2)]],
+                              device A* conv_state_out [[buffer(3)]], device A* hat [[buffer(4)]],
+                              uint3 group [[threadgroup_position_in_grid]],
+                              uint tid [[thread_index_in_threadgroup]],
+                              uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float4 x[kHeadDim / 4];
   const int head = int(group.x);
   const int channel = head * kHeadDim + int(tid);
@@ -261,21 +240,18 @@ template <typename A>
   hat[channel] = A(head < kKeyHeads ? q : head < 2 * kKeyHeads ? k : v);
 }
 
-// The delta update apart: grid (slabs, value heads), 4 * kGdnSimdgroups rows a threadgroup, kGdnSimdgroups
-// dividing 32; y is fp32.
+// The delta update apart: grid (slabs, value heads), 4 * kGdnSimdgroups rows a threadgroup,
+// kGdnSimdgroups dividing 32; y is fp32.
 template <typename A>
-[[kernel]] void gdn_delta_step(
-    device const A* hat [[buffer(0)]],
-    device const A* b [[buffer(1)]],
-    device const A* a [[buffer(2)]],
-    device const float* a_log [[buffer(3)]],
-    device const A* dt_bias [[buffer(4)]],
-    device const float* state [[buffer(5)]],
-    device float* state_out [[buffer(6)]],
-    device float* y [[buffer(7)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+[[kernel]] void gdn_delta_step(device const A* hat [[buffer(0)]], device const A* b [[buffer(1)]],
+                               device const A* a [[buffer(2)]],
+                               device const float* a_log [[buffer(3)]],
+                               device const A* dt_bias [[buffer(4)]],
+                               device const float* state [[buffer(5)]],
+                               device float* state_out [[buffer(6)]], device float* y [[buffer(7)]],
+                               uint3 group [[threadgroup_position_in_grid]],
+                               uint simdgroup [[simdgroup_index_in_threadgroup]],
+                               uint lane [[thread_index_in_simdgroup]]) {
   const int head = int(group.y);
   const int key_head = head / (kValueHeads / at_least_1(kKeyHeads));
   const int row = (int(group.x) * kGdnSimdgroups + int(simdgroup)) * 4 + int(lane / 8);
@@ -300,14 +276,12 @@ template <typename A>
 
 // The gated norm apart: a threadgroup of 128 threads a value head.
 template <typename A>
-[[kernel]] void gdn_gated_norm(
-    device const float* y [[buffer(0)]],
-    device const A* z [[buffer(1)]],
-    device const A* norm_weight [[buffer(2)]],
-    device A* out [[buffer(3)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+[[kernel]] void gdn_gated_norm(device const float* y [[buffer(0)]], device const A* z [[buffer(1)]],
+                               device const A* norm_weight [[buffer(2)]],
+                               device A* out [[buffer(3)]],
+                               uint3 group [[threadgroup_position_in_grid]],
+                               uint tid [[thread_index_in_threadgroup]],
+                               uint lane [[thread_index_in_simdgroup]]) {
   const int first = int(group.x) * kHeadDim;
   const float scale = inverse_rms(((device const float4*)(y + first))[lane], kGdnEps);
   const int i = first + int(tid);

@@ -1,22 +1,25 @@
 // One row times up to four weight matrices: y_m = rnd(W_m x), x = h or rnd(rms_norm(h)).
 //
-// Serves [qkv | z | b | a] and [q+gate | k | v] with the layer's norm (1 dispatch instead of 5), out_proj and
-// o_proj with the residual (y = rnd(h + rnd(sum))), the router with the shared expert's gate (fp32 results, and
-// a copy of the normalised row for the experts), and each of their unfused forms.
+// Serves [qkv | z | b | a] and [q+gate | k | v] with the layer's norm (1 dispatch instead of 5),
+// out_proj and o_proj with the residual (y = rnd(h + rnd(sum))), the router with the shared
+// expert's gate (fp32 results, and a copy of the normalised row for the experts), and each of their
+// unfused forms.
 //
-// Layout of threads. kLanes lanes share a row, so a simdgroup reads quotient(32, kLanes) rows at once, R deep: a block of
-// R * quotient(32, kLanes) rows. Each lane loads U 16-byte units of each of its R rows before it uses one; the first are
-// issued before the norm, which each threadgroup does again for itself (h comes from the cache). kSplit
-// simdgroups may share a block, each a part of K; their sums are added in order through threadgroup memory.
-// A simdgroup does kBlocks blocks, one after another, with the next loads in flight.
-// Sums over lanes are butterflies: equal bits on every lane, whatever the order of threads.
+// Layout of threads. kLanes lanes share a row, so a simdgroup reads 32 / kLanes rows at
+// once, R deep: a block of R * 32 / kLanes rows. Each lane loads U 16-byte units of each
+// of its R rows before it uses one; the first are issued before the norm, which each threadgroup
+// does again for itself (h comes from the cache). kSplit simdgroups may share a block, each a part
+// of K; their sums are added in order through threadgroup memory. A simdgroup does kBlocks blocks,
+// one after another, with the next loads in flight. Sums over lanes are butterflies: equal bits on
+// every lane, whatever the order of threads.
 //
-// Bytes: N * K * (bits / 8 + 2 * sizeof(A) / group) of weights, K * sizeof(A) of h and norm weight from memory
-// once (then from the cache, once a threadgroup), N * sizeof(O) written. DeltaNet input, 12352 x 2048 at 4 bits,
-// group 64: 14.2 MB; out_proj 2048 x 4096: 4.7 MB; router 257 x 2048 at 8 bits: 0.56 MB.
+// Bytes: N * K * (bits / 8 + 2 * sizeof(A) / group) of weights, K * sizeof(A) of h and norm weight
+// from memory once (then from the cache, once a threadgroup), N * sizeof(O) written. DeltaNet
+// input, 12352 x 2048 at 4 bits, group 64: 14.2 MB; out_proj 2048 x 4096: 4.7 MB; router 257 x 2048
+// at 8 bits: 0.56 MB.
 //
-// Divisibility: K * bits / 128 by kLanes * U * kSplit; kLanes a power of two, at least R; K by group and 8.
-// Any number of rows.
+// Divisibility: K * bits / 128 by kLanes * U * kSplit; kLanes a power of two, at least R; K by
+// group and 8. Any number of rows.
 #pragma once
 
 #include "common.h"
@@ -44,7 +47,8 @@ constant bool kResidual [[function_constant(17)]];
 constant bool kWriteX [[function_constant(18)]];
 constant float kEps [[function_constant(19)]];
 
-// Which arguments exist: matrix m is there when kRows<m> > 0, its scales and biases when its bits are 4 or 8.
+// Which arguments exist: matrix m is there when kRows<m> > 0, its scales and biases when its bits
+// are 4 or 8.
 constant bool kHas1 [[function_constant(23)]];
 constant bool kHas2 [[function_constant(24)]];
 constant bool kHas3 [[function_constant(25)]];
@@ -65,11 +69,11 @@ struct Matrix {
   int bits;
 };
 
-// The matrix in which a block of rows lies; block becomes its number in there. Selects, not an index: an array
-// indexed at run time would live in memory.
+// The matrix in which a block of rows lies; block becomes its number in there. Selects, not an
+// index: an array indexed at run time would live in memory.
 template <typename A, typename O>
-METAL_FUNC Matrix<A, O> matrix_of_block(
-    thread const Matrix<A, O>* m, thread int& block, int block_rows) {
+METAL_FUNC Matrix<A, O> matrix_of_block(thread const Matrix<A, O>* m, thread int& block,
+                                        int block_rows) {
   const int blocks0 = (kRows0 + block_rows - 1) / block_rows;
   const int blocks1 = (kRows1 + block_rows - 1) / block_rows;
   const int blocks2 = (kRows2 + block_rows - 1) / block_rows;
@@ -99,18 +103,10 @@ struct StoreRow {
 
 // One simdgroup's walk over its blocks and, in each, over its part of K.
 template <typename A, typename O, typename Put, int R, int U>
-METAL_FUNC void gemv_body(
-    thread const Matrix<A, O>* matrices,
-    device const A* h,
-    device const A* norm_weight,
-    device A* x_out,
-    StagedRow<A> x,
-    threadgroup float* scratch,
-    thread Put& put,
-    uint group,
-    uint tid,
-    uint simdgroup,
-    uint lane) {
+METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, device const A* h,
+                          device const A* norm_weight, device A* x_out, StagedRow<A> x,
+                          threadgroup float* scratch, thread Put& put, uint group, uint tid,
+                          uint simdgroup, uint lane) {
   constexpr int kPlain = 16 / int(sizeof(A));
   const int lanes = at_least_1(kLanes);
   const int split = at_least_1(kSplit);
@@ -135,8 +131,8 @@ METAL_FUNC void gemv_body(
         rows[r] = min(row0 + r * (32 / lanes), m.rows - 1);
       }
       load_tile(tile, m.w, m.scales, m.biases, rows, units, groups, m.bits, kGroup, first, lanes);
-      stage_row(
-          x, h, norm_weight, x_out, kK, kNorm, kWriteX && group == 0, kEps, scratch, tid, simdgroup, lane, kSimdgroups);
+      stage_row(x, h, norm_weight, x_out, kK, kNorm, kWriteX && group == 0, kEps, scratch, tid,
+                simdgroup, lane, kSimdgroups);
     }
     // The block after this one, so that its first loads can be issued early.
     int next_block = slot * kBlocks + b + 1;
@@ -149,15 +145,14 @@ METAL_FUNC void gemv_body(
       const Tile<A, R, U> now = tile;
       const int unit = first + c * lanes * U;
       if (c + 1 < chunks) {
-        load_tile(
-            tile, m.w, m.scales, m.biases, rows, units, groups, m.bits, kGroup, unit + lanes * U, lanes);
+        load_tile(tile, m.w, m.scales, m.biases, rows, units, groups, m.bits, kGroup,
+                  unit + lanes * U, lanes);
       } else if (b + 1 < kBlocks) {
         for (int r = 0; r < R; ++r) {
           rows[r] = min(next_block * block_rows + sub_row + r * (32 / lanes), next.rows - 1);
         }
-        load_tile(
-            tile, next.w, next.scales, next.biases, rows, kK * next.bits / 128, groups, next.bits, kGroup,
-            part * (kK * next.bits / 128 / split) + sub_lane, lanes);
+        load_tile(tile, next.w, next.scales, next.biases, rows, kK * next.bits / 128, groups,
+                  next.bits, kGroup, part * (kK * next.bits / 128 / split) + sub_lane, lanes);
       }
       if (m.bits == 4) {
         add_tile<A, R, U, 32>(now, x, unit, lanes, acc);
@@ -197,12 +192,10 @@ template <typename A, typename O, int KMAX>
     device const A* h [[buffer(0)]],
     device const A* norm_weight [[buffer(1), function_constant(kNorm)]],
     device const A* residual [[buffer(2), function_constant(kResidual)]],
-    device A* x_out [[buffer(3), function_constant(kWriteX)]],
-    device const uint* w0 [[buffer(4)]],
+    device A* x_out [[buffer(3), function_constant(kWriteX)]], device const uint* w0 [[buffer(4)]],
     device const A* scales0 [[buffer(5), function_constant(kQuantized0)]],
     device const A* biases0 [[buffer(6), function_constant(kQuantized0)]],
-    device O* y0 [[buffer(7)]],
-    device const uint* w1 [[buffer(8), function_constant(kHas1)]],
+    device O* y0 [[buffer(7)]], device const uint* w1 [[buffer(8), function_constant(kHas1)]],
     device const A* scales1 [[buffer(9), function_constant(kQuantized1)]],
     device const A* biases1 [[buffer(10), function_constant(kQuantized1)]],
     device O* y1 [[buffer(11), function_constant(kHas1)]],
@@ -214,27 +207,24 @@ template <typename A, typename O, int KMAX>
     device const A* scales3 [[buffer(17), function_constant(kQuantized3)]],
     device const A* biases3 [[buffer(18), function_constant(kQuantized3)]],
     device O* y3 [[buffer(19), function_constant(kHas3)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup uint4 words[KMAX * sizeof(A) / 16];
   threadgroup float2 sums[KMAX / 8];
   threadgroup float scratch[kMaxSimdgroups * 32];
   StagedRow<A> x;
   x.words = words;
   x.sums = sums;
-  const Matrix<A, O> matrices[4] = {
-      {w0, scales0, biases0, y0, kRows0, kBits0},
-      {w1, scales1, biases1, y1, kRows1, kBits1},
-      {w2, scales2, biases2, y2, kRows2, kBits2},
-      {w3, scales3, biases3, y3, kRows3, kBits3}};
+  const Matrix<A, O> matrices[4] = {{w0, scales0, biases0, y0, kRows0, kBits0},
+                                    {w1, scales1, biases1, y1, kRows1, kBits1},
+                                    {w2, scales2, biases2, y2, kRows2, kBits2},
+                                    {w3, scales3, biases3, y3, kRows3, kBits3}};
   StoreRow<A, O> put;
   put.residual = residual;
-#define LILY_CASE(R, U)                                                                             \
-  if (kR == R && kU == U) {                                                                         \
-    gemv_body<A, O, StoreRow<A, O>, R, U>(                                                          \
-        matrices, h, norm_weight, x_out, x, scratch, put, group.x, tid, simdgroup, lane);           \
+#define LILY_CASE(R, U)                                                                     \
+  if (kR == R && kU == U) {                                                                 \
+    gemv_body<A, O, StoreRow<A, O>, R, U>(matrices, h, norm_weight, x_out, x, scratch, put, \
+                                          group.x, tid, simdgroup, lane);                   \
   }
   LILY_GEMV_SHAPES(LILY_CASE)
 #undef LILY_CASE
@@ -243,13 +233,10 @@ template <typename A, typename O, int KMAX>
 // The norm apart, for the unfused form: y = rnd(rms_norm(h)). One threadgroup.
 // Bytes: 3 * K * sizeof(A).
 template <typename A>
-[[kernel]] void norm_row(
-    device const A* h [[buffer(0)]],
-    device const A* weight [[buffer(1)]],
-    device A* y [[buffer(2)]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+[[kernel]] void norm_row(device const A* h [[buffer(0)]], device const A* weight [[buffer(1)]],
+                         device A* y [[buffer(2)]], uint tid [[thread_index_in_threadgroup]],
+                         uint simdgroup [[simdgroup_index_in_threadgroup]],
+                         uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float scratch[kMaxSimdgroups];
   const int threads = kSimdgroups * 32;
   float squares = 0.0f;

@@ -1,17 +1,12 @@
 #include "gemv.h"
 
-#define LILY_GEMV_ARGS(A, O)                                                                          \
-  device const A*, device const A*, device const A*, device A*, device const uint*, device const A*,  \
-      device const A*, device O*, device const uint*, device const A*, device const A*, device O*,    \
-      device const uint*, device const A*, device const A*, device O*, device const uint*,            \
-      device const A*, device const A*, device O*, uint3, uint, uint, uint
+#define LILY_GEMV(name, A, O, KMAX)     \
+  template [[host_name(name)]] [[kernel]] \
+  decltype(lily::gemv<A, O, KMAX>) lily::gemv<A, O, KMAX>;
 
-#define LILY_GEMV(name, A, O, KMAX) \
-  template [[host_name(name)]] [[kernel]] void lily::gemv<A, O, KMAX>(LILY_GEMV_ARGS(A, O));
-
-#define LILY_NORM_ROW(name, A)                                  \
-  template [[host_name(name)]] [[kernel]] void lily::norm_row<A>( \
-      device const A*, device const A*, device A*, uint, uint, uint);
+#define LILY_NORM_ROW(name, A)          \
+  template [[host_name(name)]] [[kernel]] \
+  decltype(lily::norm_row<A>) lily::norm_row<A>;
 
 LILY_GEMV("gemv_bf16_k2048", bfloat, bfloat, 2048)
 LILY_GEMV("gemv_bf16_k4096", bfloat, bfloat, 4096)

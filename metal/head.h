@@ -1,15 +1,21 @@
-// The end and the start of a step: final norm + lm_head + argmax into the token slot; embedding of the slot's token.
+// The end and the start of a step: final norm + lm_head + argmax into the token slot; embedding of
+// the slot's token.
 //
-// head_gemv     the GEMV of gemv.h on one matrix, with the norm; each threadgroup keeps the greatest of its
-//               logits (the lowest id among equals). Logits go to memory only when asked for.
-// argmax_final  one threadgroup: the greatest of those, to the token slot; adds 1 to the position.
-// argmax_logits the first stage apart, over logits in memory (ablation, or logits changed by a processor).
-// embed_row     h = rnd(scale * code + bias) of the slot's token; eight values a thread. An id past the
-//               vocabulary reads the last row instead of memory that is not there.
+// head_gemv: the GEMV of gemv.h on one matrix, with the norm; each threadgroup keeps the greatest
+// of its logits (the lowest id among equals). Logits go to memory only when asked for.
+//
+// argmax_final: one threadgroup; the greatest of those, to the token slot; adds 1 to the position.
+//
+// argmax_logits: the first stage apart, over logits in memory (ablation, or logits changed by a
+// processor).
+//
+// embed_row: h = rnd(scale * code + bias) of the slot's token; eight values a thread. An id past
+// the vocabulary reads the last row instead of memory that is not there.
+//
 // A logit that is NaN is never chosen; with nothing to choose from the token is 0.
 //
-// Bytes: head 248320 x 2048 at 4 bits, group 64: 286 MB; 8 bytes a threadgroup for the partials; logits, when
-// asked for, 4 N. Embedding: one row of 1.2 KB, 4 KB written.
+// Bytes: head 248320 x 2048 at 4 bits, group 64: 286 MB; 8 bytes a threadgroup for the partials;
+// logits, when asked for, 4 N. Embedding: one row of 1.2 KB, 4 KB written.
 #pragma once
 
 #include "gemv.h"
@@ -40,13 +46,8 @@ METAL_FUNC void keep_better(thread Best& b, float value, uint id) {
 }
 
 // The best of a threadgroup, valid on thread 0.
-METAL_FUNC void threadgroup_best(
-    thread Best& b,
-    threadgroup float* values,
-    threadgroup uint* ids,
-    uint simdgroup,
-    uint lane,
-    int simdgroups) {
+METAL_FUNC void threadgroup_best(thread Best& b, threadgroup float* values, threadgroup uint* ids,
+                                 uint simdgroup, uint lane, int simdgroups) {
   for (int m = 1; m < 32; m <<= 1) {
     const float value = simd_shuffle_xor(b.value, ushort(m));
     const uint id = simd_shuffle_xor(b.id, ushort(m));
@@ -79,19 +80,18 @@ struct BestRow {
 };
 
 template <typename A, int KMAX>
-[[kernel]] void head_gemv(
-    device const A* h [[buffer(0)]],
-    device const A* norm_weight [[buffer(1), function_constant(kNorm)]],
-    device const uint* w [[buffer(2)]],
-    device const A* scales [[buffer(3), function_constant(kQuantized0)]],
-    device const A* biases [[buffer(4), function_constant(kQuantized0)]],
-    device float* logits [[buffer(5), function_constant(kWriteLogits)]],
-    device float* partial_values [[buffer(6)]],
-    device uint* partial_ids [[buffer(7)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+[[kernel]] void head_gemv(device const A* h [[buffer(0)]],
+                          device const A* norm_weight [[buffer(1), function_constant(kNorm)]],
+                          device const uint* w [[buffer(2)]],
+                          device const A* scales [[buffer(3), function_constant(kQuantized0)]],
+                          device const A* biases [[buffer(4), function_constant(kQuantized0)]],
+                          device float* logits [[buffer(5), function_constant(kWriteLogits)]],
+                          device float* partial_values [[buffer(6)]],
+                          device uint* partial_ids [[buffer(7)]],
+                          uint3 group [[threadgroup_position_in_grid]],
+                          uint tid [[thread_index_in_threadgroup]],
+                          uint simdgroup [[simdgroup_index_in_threadgroup]],
+                          uint lane [[thread_index_in_simdgroup]]) {
   threadgroup uint4 words[KMAX * sizeof(A) / 16];
   threadgroup float2 sums[KMAX / 8];
   threadgroup float scratch[kMaxSimdgroups * 32];
@@ -100,18 +100,17 @@ template <typename A, int KMAX>
   StagedRow<A> x;
   x.words = words;
   x.sums = sums;
-  const Matrix<A, float> matrices[4] = {
-      {w, scales, biases, nullptr, kRows0, kBits0},
-      {nullptr, nullptr, nullptr, nullptr, 0, kBits0},
-      {nullptr, nullptr, nullptr, nullptr, 0, kBits0},
-      {nullptr, nullptr, nullptr, nullptr, 0, kBits0}};
+  const Matrix<A, float> matrices[4] = {{w, scales, biases, nullptr, kRows0, kBits0},
+                                        {nullptr, nullptr, nullptr, nullptr, 0, kBits0},
+                                        {nullptr, nullptr, nullptr, nullptr, 0, kBits0},
+                                        {nullptr, nullptr, nullptr, nullptr, 0, kBits0}};
   BestRow<A> put;
   put.logits = logits;
   put.best = no_best();
-#define LILY_CASE(R, U)                                                                           \
-  if (kR == R && kU == U) {                                                                       \
-    gemv_body<A, float, BestRow<A>, R, U>(                                                        \
-        matrices, h, norm_weight, nullptr, x, scratch, put, group.x, tid, simdgroup, lane);       \
+#define LILY_CASE(R, U)                                                                       \
+  if (kR == R && kU == U) {                                                                   \
+    gemv_body<A, float, BestRow<A>, R, U>(matrices, h, norm_weight, nullptr, x, scratch, put, \
+                                          group.x, tid, simdgroup, lane);                     \
   }
   LILY_GEMV_SHAPES(LILY_CASE)
 #undef LILY_CASE
@@ -123,14 +122,12 @@ template <typename A, int KMAX>
 }
 
 template <typename A>
-[[kernel]] void embed_row(
-    device const uint* token [[buffer(0)]],
-    device const uint* w [[buffer(1)]],
-    device const A* scales [[buffer(2), function_constant(kQuantized0)]],
-    device const A* biases [[buffer(3), function_constant(kQuantized0)]],
-    device A* h [[buffer(4)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]]) {
+[[kernel]] void embed_row(device const uint* token [[buffer(0)]],
+                          device const uint* w [[buffer(1)]],
+                          device const A* scales [[buffer(2), function_constant(kQuantized0)]],
+                          device const A* biases [[buffer(3), function_constant(kQuantized0)]],
+                          device A* h [[buffer(4)]], uint3 group [[threadgroup_position_in_grid]],
+                          uint tid [[thread_index_in_threadgroup]]) {
   const int k = (int(group.x) * kSimdgroups * 32 + int(tid)) * 8;
   if (k >= kK) {
     return;
@@ -155,16 +152,16 @@ template <typename A>
 
 }  // namespace lily
 
-// Names of kernels that are no templates are their own host names, so these stay out of the namespace.
+// Names of kernels that are no templates are their own host names, so these stay out of the
+// namespace.
 
-[[kernel]] void argmax_final(
-    device const float* partial_values [[buffer(0)]],
-    device const uint* partial_ids [[buffer(1)]],
-    device uint* token [[buffer(2)]],
-    device int* position [[buffer(3), function_constant(lily::kAdvance)]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+[[kernel]] void argmax_final(device const float* partial_values [[buffer(0)]],
+                             device const uint* partial_ids [[buffer(1)]],
+                             device uint* token [[buffer(2)]],
+                             device int* position [[buffer(3), function_constant(lily::kAdvance)]],
+                             uint tid [[thread_index_in_threadgroup]],
+                             uint simdgroup [[simdgroup_index_in_threadgroup]],
+                             uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float values[lily::kMaxSimdgroups];
   threadgroup uint ids[lily::kMaxSimdgroups];
   lily::Best best = lily::no_best();
@@ -180,19 +177,19 @@ template <typename A>
   }
 }
 
-[[kernel]] void argmax_logits(
-    device const float* logits [[buffer(0)]],
-    device float* partial_values [[buffer(1)]],
-    device uint* partial_ids [[buffer(2)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+[[kernel]] void argmax_logits(device const float* logits [[buffer(0)]],
+                              device float* partial_values [[buffer(1)]],
+                              device uint* partial_ids [[buffer(2)]],
+                              uint3 group [[threadgroup_position_in_grid]],
+                              uint tid [[thread_index_in_threadgroup]],
+                              uint simdgroup [[simdgroup_index_in_threadgroup]],
+                              uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float values[lily::kMaxSimdgroups];
   threadgroup uint ids[lily::kMaxSimdgroups];
   const int threads = lily::kSimdgroups * 32;
   lily::Best best = lily::no_best();
-  for (int i = int(group.x) * threads + int(tid); i < lily::kRows0; i += lily::kPartials * threads) {
+  for (int i = int(group.x) * threads + int(tid); i < lily::kRows0;
+       i += lily::kPartials * threads) {
     lily::keep_better(best, logits[i], uint(i));
   }
   lily::threadgroup_best(best, values, ids, simdgroup, lane, lily::kSimdgroups);

@@ -1,13 +1,12 @@
 #include "head.h"
 
-#define LILY_HEAD_GEMV(name, A, KMAX)                                                                      \
-  template [[host_name(name)]] [[kernel]] void lily::head_gemv<A, KMAX>(                                   \
-      device const A*, device const A*, device const uint*, device const A*, device const A*,              \
-      device float*, device float*, device uint*, uint3, uint, uint, uint);
+#define LILY_HEAD_GEMV(name, A, KMAX)   \
+  template [[host_name(name)]] [[kernel]] \
+  decltype(lily::head_gemv<A, KMAX>) lily::head_gemv<A, KMAX>;
 
-#define LILY_EMBED_ROW(name, A)                                                                            \
-  template [[host_name(name)]] [[kernel]] void lily::embed_row<A>(                                         \
-      device const uint*, device const uint*, device const A*, device const A*, device A*, uint3, uint);
+#define LILY_EMBED_ROW(name, A)         \
+  template [[host_name(name)]] [[kernel]] \
+  decltype(lily::embed_row<A>) lily::embed_row<A>;
 
 LILY_HEAD_GEMV("head_gemv_bf16_k2048", bfloat, 2048)
 LILY_HEAD_GEMV("head_gemv_bf16_k4096", bfloat, 4096)

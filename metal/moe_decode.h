@@ -1,25 +1,31 @@
-// The experts of one row, after the router's GEMV (gemv.h: fp32 logits, the shared expert's gate, the normalised row x).
+// The experts of one row, after the router's GEMV (gemv.h: fp32 logits, the shared expert's gate,
+// the normalised row x).
 //
-// moe_gate_up  picks the experts (softmax over all, the kTopK most probable, ties to the lowest id), then for each of them
-//              and for the shared expert act = rnd(silu(gate_proj x) * (up_proj x)). The pick is done again by each
-//              threadgroup that needs it, in about 600 instructions, instead of in a dispatch of its own; the first
-//              threadgroup writes ids and weights for moe_down.
-// moe_down     y = sum over slots, in descending order of probability, of weight * (down_proj act), then
-//              + sigmoid(shared gate) * (shared down_proj act); out = rnd(h + rnd(y)). No atomics.
-// moe_route    the pick apart (ablation). The shared expert apart: moe_gate_up with kTopK = 0, a GEMV with fp32 results, and
-//              moe_down with kSharedGiven.
+// moe_gate_up: picks the experts (softmax over all, the kTopK most probable, ties to the lowest
+// id), then for each of them and for the shared expert act = rnd(silu(gate_proj x) * (up_proj x)).
+// The pick is done again by each threadgroup that needs it, in about 600 instructions, instead of
+// in a dispatch of its own; the first threadgroup writes ids and weights for moe_down.
 //
-// Layout of threads. moe_gate_up: a threadgroup works on one slot; kUpLanes lanes share a row, a simdgroup does
-// kUpR * 32 / kUpLanes values of act, reading each one's gate row and up row; x is staged once a threadgroup.
-// moe_down: a threadgroup has a simdgroup a slot and does kDownR * 32 / kDownLanes output rows; a lane keeps its part of
-// the slot's act in registers for all of them. All loads of a block of rows are issued before one is used.
-// The pick: a simdgroup ranks 32 experts against each other by shuffles, the kTopK best of each 32 are ranked again.
+// moe_down: y = sum over slots, in descending order of probability, of weight * (down_proj act),
+// then
+// + sigmoid(shared gate) * (shared down_proj act); out = rnd(h + rnd(y)). No atomics.
 //
-// Bytes (35B, 4 bits, group 64): moe_gate_up 9 * 2 * 512 rows of 1152 = 10.6 MB; moe_down 2048 * 9 rows of 288 = 5.3 MB;
-// logits, x and act stay in the cache.
+// moe_route: the pick apart (ablation). The shared expert apart: moe_gate_up with kTopK = 0, a GEMV
+// with fp32 results, and moe_down with kSharedGiven.
 //
-// Divisibility: experts a multiple of 32, up to 512; kTopK up to 16; hidden * bits / 128 by kUpLanes * kUpU;
-// each width * bits / 128 by kDownLanes * kDownU; lanes powers of two; kUpLanes at least kUpR; any width and any hidden size within that.
+// Layout of threads. moe_gate_up: a threadgroup works on one slot; kUpLanes lanes share a row, a
+// simdgroup does kUpR * 32 / kUpLanes values of act, reading each one's gate row and up row; x is
+// staged once a threadgroup. moe_down: a threadgroup has a simdgroup a slot and does kDownR * 32 /
+// kDownLanes output rows; a lane keeps its part of the slot's act in registers for all of them. All
+// loads of a block of rows are issued before one is used. The pick: a simdgroup ranks 32 experts
+// against each other by shuffles, the kTopK best of each 32 are ranked again.
+//
+// Bytes (35B, 4 bits, group 64): moe_gate_up 9 * 2 * 512 rows of 1152 = 10.6 MB; moe_down 2048 * 9
+// rows of 288 = 5.3 MB; logits, x and act stay in the cache.
+//
+// Divisibility: experts a multiple of 32, up to 512; kTopK up to 16; hidden * bits / 128 by
+// kUpLanes * kUpU; each width * bits / 128 by kDownLanes * kDownU; lanes powers of two; kUpLanes at
+// least kUpR; any width and any hidden size within that.
 #pragma once
 
 #include "common.h"
@@ -43,14 +49,15 @@ constant int kDownLanes [[function_constant(93)]];
 constant int kDownR [[function_constant(94)]];
 constant int kDownU [[function_constant(95)]];
 // Which arguments exist.
-constant bool kHasExperts [[function_constant(96)]];     // kTopK > 0
-constant bool kHasShared [[function_constant(97)]];      // kSharedWidth > 0
-constant bool kExpertScales [[function_constant(98)]];   // kHasExperts and kExpertBits <= 8
-constant bool kSharedScales [[function_constant(99)]];   // kHasShared and kSharedBits <= 8
-constant bool kSelect [[function_constant(100)]];        // moe_gate_up picks, and writes ids and weights
-constant bool kGivenIds [[function_constant(101)]];      // moe_gate_up reads ids
-constant bool kSharedGiven [[function_constant(102)]];   // moe_down adds a shared product made elsewhere
-constant bool kSharedGate [[function_constant(103)]];    // moe_down: kHasShared or kSharedGiven
+constant bool kHasExperts [[function_constant(96)]];    // kTopK > 0
+constant bool kHasShared [[function_constant(97)]];     // kSharedWidth > 0
+constant bool kExpertScales [[function_constant(98)]];  // kHasExperts and kExpertBits <= 8
+constant bool kSharedScales [[function_constant(99)]];  // kHasShared and kSharedBits <= 8
+constant bool kSelect [[function_constant(100)]];  // moe_gate_up picks, and writes ids and weights
+constant bool kGivenIds [[function_constant(101)]];  // moe_gate_up reads ids
+constant bool kSharedGiven
+    [[function_constant(102)]];  // moe_down adds a shared product made elsewhere
+constant bool kSharedGate [[function_constant(103)]];  // moe_down: kHasShared or kSharedGiven
 
 constant constexpr int kMaxTopK = 16;
 constant constexpr int kMaxChunks = 16;    // of 32 experts
@@ -60,21 +67,16 @@ constant constexpr int kMaxDownRows = 64;  // output rows of a threadgroup of mo
 
 // Threadgroup memory of pick_experts.
 struct Picks {
-  threadgroup float* values;      // [kMaxChunks * kMaxTopK] candidates
-  threadgroup uint* candidates;   // their experts
-  threadgroup uint* ids;          // [kMaxTopK], most probable first
-  threadgroup float* weights;     // [kMaxTopK], not yet divided by their sum
+  threadgroup float* values;     // [kMaxChunks * kMaxTopK] candidates
+  threadgroup uint* candidates;  // their experts
+  threadgroup uint* ids;         // [kMaxTopK], most probable first
+  threadgroup float* weights;    // [kMaxTopK], not yet divided by their sum
 };
 
-// Softmax of logits and the kTopK best. A NaN counts as less than all others, so ids are always distinct and valid.
-// Ends with a barrier.
-METAL_FUNC void pick_experts(
-    thread const Picks& picks,
-    device const float* logits,
-    uint tid,
-    uint simdgroup,
-    uint lane,
-    int simdgroups) {
+// Softmax of logits and the kTopK best. A NaN counts as less than all others, so ids are always
+// distinct and valid. Ends with a barrier.
+METAL_FUNC void pick_experts(thread const Picks& picks, device const float* logits, uint tid,
+                             uint simdgroup, uint lane, int simdgroups) {
   const int chunks = kExperts / 32;
   float top = minus_infinity();
   for (int i = 0; i < chunks; ++i) {
@@ -121,8 +123,8 @@ METAL_FUNC void pick_experts(
 }
 
 // Writes the picked ids and their final weights, by the first kTopK threads.
-METAL_FUNC void write_route(
-    thread const Picks& picks, device uint* ids, device float* weights, uint tid) {
+METAL_FUNC void write_route(thread const Picks& picks, device uint* ids, device float* weights,
+                            uint tid) {
   if (int(tid) >= kTopK) {
     return;
   }
@@ -145,14 +147,9 @@ struct Rows3 {
 
 // Gate and up tiles against the same part of x.
 template <typename A, int R, int U, int CODES>
-METAL_FUNC void add_tile_pair(
-    thread const Tile<A, R, U>& gate,
-    thread const Tile<A, R, U>& up,
-    StagedRow<A> x,
-    int first_unit,
-    int lanes,
-    thread float* gate_sum,
-    thread float* up_sum) {
+METAL_FUNC void add_tile_pair(thread const Tile<A, R, U>& gate, thread const Tile<A, R, U>& up,
+                              StagedRow<A> x, int first_unit, int lanes, thread float* gate_sum,
+                              thread float* up_sum) {
   for (int u = 0; u < U; ++u) {
     UnitX<CODES> v;
     load_unit_x(x, first_unit + u * lanes, v);
@@ -164,18 +161,11 @@ METAL_FUNC void add_tile_pair(
   }
 }
 
-// Rows block * rows_a_simdgroup ... of one expert; first_row is the expert's first row in its matrices.
+// Rows block * rows_a_simdgroup ... of one expert; first_row is the expert's first row in its
+// matrices.
 template <typename A, int R, int U>
-METAL_FUNC void gate_up_body(
-    Rows3<A> gate,
-    Rows3<A> up,
-    device A* act,
-    StagedRow<A> x,
-    int first_row,
-    int width,
-    int bits,
-    int block,
-    uint lane) {
+METAL_FUNC void gate_up_body(Rows3<A> gate, Rows3<A> up, device A* act, StagedRow<A> x,
+                             int first_row, int width, int bits, int block, uint lane) {
   constexpr int kPlain = 16 / int(sizeof(A));
   const int lanes = at_least_1(kUpLanes);
   const int sub_row = int(lane) / lanes;
@@ -194,16 +184,20 @@ METAL_FUNC void gate_up_body(
   }
   Tile<A, R, U> gate_tile;
   Tile<A, R, U> up_tile;
-  load_tile(gate_tile, gate.w, gate.scales, gate.biases, rows, units, groups, bits, kMoeGroup, sub_lane, lanes);
-  load_tile(up_tile, up.w, up.scales, up.biases, rows, units, groups, bits, kMoeGroup, sub_lane, lanes);
+  load_tile(gate_tile, gate.w, gate.scales, gate.biases, rows, units, groups, bits, kMoeGroup,
+            sub_lane, lanes);
+  load_tile(up_tile, up.w, up.scales, up.biases, rows, units, groups, bits, kMoeGroup, sub_lane,
+            lanes);
   for (int c = 0; c < chunks; ++c) {
     const Tile<A, R, U> g = gate_tile;
     const Tile<A, R, U> p = up_tile;
     const int unit = sub_lane + c * lanes * U;
     if (c + 1 < chunks) {
       const int next = unit + lanes * U;
-      load_tile(gate_tile, gate.w, gate.scales, gate.biases, rows, units, groups, bits, kMoeGroup, next, lanes);
-      load_tile(up_tile, up.w, up.scales, up.biases, rows, units, groups, bits, kMoeGroup, next, lanes);
+      load_tile(gate_tile, gate.w, gate.scales, gate.biases, rows, units, groups, bits, kMoeGroup,
+                next, lanes);
+      load_tile(up_tile, up.w, up.scales, up.biases, rows, units, groups, bits, kMoeGroup, next,
+                lanes);
     }
     if (bits == 4) {
       add_tile_pair<A, R, U, 32>(g, p, x, unit, lanes, gate_sum, up_sum);
@@ -229,14 +223,15 @@ METAL_FUNC void gate_up_body(
 
 #define LILY_UP_SHAPES(CASE) CASE(1, 1) CASE(1, 2) CASE(2, 1) CASE(2, 2) CASE(4, 1)
 
-// Grid: kTopK * ceil(kWidth / rows) + ceil(kSharedWidth / rows), rows = kUpSimdgroups * kUpR * 32 / kUpLanes.
-// KMAX bounds the hidden size: it sizes the threadgroup memory.
+// Grid: kTopK * ceil(kWidth / rows) + ceil(kSharedWidth / rows), rows = kUpSimdgroups * kUpR * 32 /
+// kUpLanes. KMAX bounds the hidden size: it sizes the threadgroup memory.
 template <typename A, int KMAX>
 [[kernel]] void moe_gate_up(
     device const A* x [[buffer(0)]],
     device const float* logits [[buffer(1), function_constant(kSelect)]],
     device const uint* given_ids [[buffer(2), function_constant(kGivenIds)]],
-    device const uint* gate_w [[buffer(3), function_constant(kHasExperts)]],  // [experts][width][...]
+    device const uint* gate_w
+    [[buffer(3), function_constant(kHasExperts)]],  // [experts][width][...]
     device const A* gate_scales [[buffer(4), function_constant(kExpertScales)]],
     device const A* gate_biases [[buffer(5), function_constant(kExpertScales)]],
     device const uint* up_w [[buffer(6), function_constant(kHasExperts)]],
@@ -251,10 +246,8 @@ template <typename A, int KMAX>
     device A* act [[buffer(15)]],  // [kTopK][kWidth], then [kSharedWidth]
     device uint* ids [[buffer(16), function_constant(kSelect)]],
     device float* weights [[buffer(17), function_constant(kSelect)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup uint4 words[KMAX * sizeof(A) / 16];
   threadgroup float2 sums[KMAX / 8];
   threadgroup float values[kMaxChunks * kMaxTopK];
@@ -276,8 +269,8 @@ template <typename A, int KMAX>
   const int slot = shared ? kTopK : int(group.x) / at_least_1(slot_groups);
   const int block = (int(group.x) - slot * slot_groups) * kUpSimdgroups + int(simdgroup);
 
-  stage_row(
-      row, x, x, act, kHidden, false, false, 0.0f, values, tid, simdgroup, lane, kUpSimdgroups);
+  stage_row(row, x, x, act, kHidden, false, false, 0.0f, values, tid, simdgroup, lane,
+            kUpSimdgroups);
   int expert = 0;
   if (!shared && kSelect) {
     pick_experts(picks, logits, tid, simdgroup, lane, kUpSimdgroups);
@@ -298,10 +291,10 @@ template <typename A, int KMAX>
   up.biases = shared ? shared_up_biases : up_biases;
   const int width = shared ? kSharedWidth : kWidth;
   const int bits = shared ? kSharedBits : kExpertBits;
-#define LILY_CASE(R, U)                                                                          \
-  if (kUpR == R && kUpU == U) {                                                                  \
-    gate_up_body<A, R, U>(                                                                       \
-        gate, up, act + slot * kWidth, row, expert * kWidth, width, bits, block, lane);          \
+#define LILY_CASE(R, U)                                                                            \
+  if (kUpR == R && kUpU == U) {                                                                    \
+    gate_up_body<A, R, U>(gate, up, act + slot * kWidth, row, expert * kWidth, width, bits, block, \
+                          lane);                                                                   \
   }
   LILY_UP_SHAPES(LILY_CASE)
 #undef LILY_CASE
@@ -326,8 +319,8 @@ METAL_FUNC void load_unit_x(device const A* x, int unit, thread UnitX<CODES>& v)
 }
 
 template <typename A, int R, int U, int CODES>
-METAL_FUNC void add_tile_of_act(
-    thread const Tile<A, R, U>& t, device const A* act, int first_unit, int lanes, thread float* sum) {
+METAL_FUNC void add_tile_of_act(thread const Tile<A, R, U>& t, device const A* act, int first_unit,
+                                int lanes, thread float* sum) {
   for (int u = 0; u < U; ++u) {
     UnitX<CODES> v;
     load_unit_x(act, first_unit + u * lanes, v);
@@ -340,15 +333,8 @@ METAL_FUNC void add_tile_of_act(
 
 // One slot's products for the threadgroup's rows, to threadgroup memory.
 template <typename A, int R, int U>
-METAL_FUNC void down_body(
-    Rows3<A> down,
-    device const A* act,
-    threadgroup float* products,
-    int first_row,
-    int row0,
-    int width,
-    int bits,
-    uint lane) {
+METAL_FUNC void down_body(Rows3<A> down, device const A* act, threadgroup float* products,
+                          int first_row, int row0, int width, int bits, uint lane) {
   constexpr int kPlain = 16 / int(sizeof(A));
   const int lanes = at_least_1(kDownLanes);
   const int sub_row = int(lane) / lanes;
@@ -365,7 +351,8 @@ METAL_FUNC void down_body(
   for (int c = 0; c < chunks; ++c) {
     const int unit = sub_lane + c * lanes * U;
     Tile<A, R, U> t;
-    load_tile(t, down.w, down.scales, down.biases, rows, units, groups, bits, kMoeGroup, unit, lanes);
+    load_tile(t, down.w, down.scales, down.biases, rows, units, groups, bits, kMoeGroup, unit,
+              lanes);
     if (bits == 4) {
       add_tile_of_act<A, R, U, 32>(t, act, unit, lanes, sum);
     } else if (bits == 8) {
@@ -384,27 +371,25 @@ METAL_FUNC void down_body(
 
 #define LILY_DOWN_SHAPES(CASE) CASE(1, 1) CASE(2, 1) CASE(4, 1) CASE(8, 1) CASE(2, 2) CASE(4, 2)
 
-// Grid: ceil(hidden / rows), rows = kDownR * 32 / kDownLanes, at most 64; threads: 32 * (kTopK + 1 if kHasShared), at
-// least `rows`.
+// Grid: ceil(hidden / rows), rows = kDownR * 32 / kDownLanes, at most 64; threads: 32 * (kTopK + 1
+// if kHasShared), at least `rows`.
 template <typename A>
 [[kernel]] void moe_down(
     device const A* act [[buffer(0)]],
     device const uint* ids [[buffer(1), function_constant(kHasExperts)]],
     device const float* weights [[buffer(2), function_constant(kHasExperts)]],
-    device const uint* down_w [[buffer(3), function_constant(kHasExperts)]],  // [experts][hidden][...]
+    device const uint* down_w
+    [[buffer(3), function_constant(kHasExperts)]],  // [experts][hidden][...]
     device const A* down_scales [[buffer(4), function_constant(kExpertScales)]],
     device const A* down_biases [[buffer(5), function_constant(kExpertScales)]],
     device const uint* shared_down_w [[buffer(6), function_constant(kHasShared)]],
     device const A* shared_down_scales [[buffer(7), function_constant(kSharedScales)]],
     device const A* shared_down_biases [[buffer(8), function_constant(kSharedScales)]],
-    device const float* shared_gate [[buffer(9), function_constant(kSharedGate)]],      // [1], a logit
+    device const float* shared_gate [[buffer(9), function_constant(kSharedGate)]],  // [1], a logit
     device const float* shared_product [[buffer(10), function_constant(kSharedGiven)]],  // [hidden]
-    device const A* h [[buffer(11)]],
-    device A* out [[buffer(12)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    device const A* h [[buffer(11)]], device A* out [[buffer(12)]],
+    uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float products[(kMaxTopK + 1) * kMaxDownRows];
   const int rows = kDownR * (32 / at_least_1(kDownLanes));
   const int row0 = int(group.x) * rows;
@@ -418,11 +403,10 @@ template <typename A>
   down.w = shared ? shared_down_w : down_w;
   down.scales = shared ? shared_down_scales : down_scales;
   down.biases = shared ? shared_down_biases : down_biases;
-#define LILY_CASE(R, U)                                                                           \
-  if (kDownR == R && kDownU == U) {                                                               \
-    down_body<A, R, U>(                                                                           \
-        down, act + slot * kWidth, products + slot * kMaxDownRows, first_row, row0,               \
-        shared ? kSharedWidth : kWidth, shared ? kSharedBits : kExpertBits, lane);                \
+#define LILY_CASE(R, U)                                                                            \
+  if (kDownR == R && kDownU == U) {                                                                \
+    down_body<A, R, U>(down, act + slot * kWidth, products + slot * kMaxDownRows, first_row, row0, \
+                       shared ? kSharedWidth : kWidth, shared ? kSharedBits : kExpertBits, lane);  \
   }
   LILY_DOWN_SHAPES(LILY_CASE)
 #undef LILY_CASE
@@ -444,13 +428,11 @@ template <typename A>
 }  // namespace lily
 
 // One threadgroup of kUpSimdgroups simdgroups.
-[[kernel]] void moe_route(
-    device const float* logits [[buffer(0)]],
-    device uint* ids [[buffer(1)]],
-    device float* weights [[buffer(2)]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+[[kernel]] void moe_route(device const float* logits [[buffer(0)]], device uint* ids [[buffer(1)]],
+                          device float* weights [[buffer(2)]],
+                          uint tid [[thread_index_in_threadgroup]],
+                          uint simdgroup [[simdgroup_index_in_threadgroup]],
+                          uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float values[lily::kMaxChunks * lily::kMaxTopK];
   threadgroup uint candidates[lily::kMaxChunks * lily::kMaxTopK];
   threadgroup uint picked_ids[lily::kMaxTopK];

@@ -1,7 +1,7 @@
 """What the kernels must compute, in numpy: the numerics contract, with sums in float64.
 
-Arrays travel as float32 (or float64) values; `Dtype` stores them in the activation dtype. A value is
-rounded to it only where the contract says so, by `Dtype.rnd`.
+Arrays travel as float32 (or float64) values; `Dtype` stores them in the activation dtype. A value
+is rounded to it only where the contract says so, by `Dtype.rnd`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,12 @@ class Weight:
 
 
 def make_weight(
-    rng: np.random.Generator, shape: tuple[int, ...], a: Dtype, bits: int, group: int, scale: float = 0.05
+    rng: np.random.Generator,
+    shape: tuple[int, ...],
+    a: Dtype,
+    bits: int,
+    group: int,
+    scale: float = 0.05,
 ) -> Weight:
     """A random matrix: any code, scales of either sign, some groups with scale and bias 0."""
     *lead, n, k = shape
@@ -81,7 +86,9 @@ def make_weight(
     s[none] = 0
     b[none] = 0
     scales, biases = a.store(s), a.store(b)
-    return Weight(pack(codes, bits), scales, biases, dequantize(codes, scales, biases, a, group), bits, group)
+    return Weight(
+        pack(codes, bits), scales, biases, dequantize(codes, scales, biases, a, group), bits, group
+    )
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -124,19 +131,26 @@ def rms_norm(h: np.ndarray, weight: np.ndarray, eps: float, a: Dtype) -> np.ndar
 
 def product(w: Weight, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(w x, |w| |x|): the exact product and the size of what was added up."""
-    return w.values.astype(F64) @ x.astype(F64), np.abs(w.values).astype(F64) @ np.abs(x).astype(F64)
+    return w.values.astype(F64) @ x.astype(F64), np.abs(w.values).astype(F64) @ np.abs(x).astype(
+        F64
+    )
 
 
-def assert_rounded(got: np.ndarray, exact: np.ndarray, a: Dtype, size: np.ndarray | float, what: str = "") -> None:
+def assert_rounded(
+    got: np.ndarray, exact: np.ndarray, a: Dtype, size: np.ndarray | float, what: str = ""
+) -> None:
     """got is `exact` after fp32 sums over terms of total magnitude `size` and one rounding to a."""
     spacing = a.ulp * 2.0 ** np.floor(np.log2(np.maximum(np.abs(exact), 2.0**-14)))
     allowed = 0.5 * spacing + np.asarray(size) * 2e-6 + 1e-30
     error = np.abs(got.astype(F64) - exact)
     bad = ~(error <= allowed)
     if bad.any():
-        i = np.unravel_index(np.argmax(np.where(bad, np.nan_to_num(error / allowed, nan=np.inf), 0)), bad.shape)
+        i = np.unravel_index(
+            np.argmax(np.where(bad, np.nan_to_num(error / allowed, nan=np.inf), 0)), bad.shape
+        )
         raise AssertionError(
-            f"{what}: {bad.sum()} of {bad.size} values off, worst at {i}: got {got[i]!r}, want {exact[i]!r}, "
+            f"{what}: {bad.sum()} of {bad.size} values off, worst at {i}: got {got[i]!r}, "
+            f"want {exact[i]!r}, "
             f"allowed {allowed[i]:.3g}"
         )
 
@@ -146,7 +160,7 @@ def assert_rounded(got: np.ndarray, exact: np.ndarray, a: Dtype, size: np.ndarra
 
 @dataclass
 class GdnShape:
-    """Heads and head sizes of a Gated DeltaNet layer; channels are [q heads | k heads | v heads]."""
+    """Heads and head sizes of a Gated DeltaNet layer; channels are [q | k | v heads]."""
 
     key_heads: int
     value_heads: int
@@ -158,7 +172,9 @@ class GdnShape:
         return 2 * self.key_heads * self.dk + self.value_heads * self.dv
 
 
-def gdn_conv(qkv: np.ndarray, conv_state: np.ndarray, conv_weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def gdn_conv(
+    qkv: np.ndarray, conv_state: np.ndarray, conv_weight: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """(SiLU of the width-4 convolution [C], new conv state [3, C])."""
     window = np.concatenate([conv_state, qkv[None]], 0).astype(F64)
     return silu((window * conv_weight.T).sum(0)), window[1:].astype(np.float32)
@@ -183,7 +199,13 @@ def gdn_gates(
 
 
 def gdn_delta(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray, beta: np.ndarray, state: np.ndarray, s: GdnShape
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray,
+    beta: np.ndarray,
+    state: np.ndarray,
+    s: GdnShape,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(y [Hv, Dv], new state [Hv, Dv, Dk])."""
     head = np.arange(s.value_heads) // (s.value_heads // s.key_heads)
@@ -230,7 +252,9 @@ def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def route(logits: np.ndarray, top_k: int, norm: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, weights) of the top_k experts in descending order of float32 softmax, ties to the lowest id."""
+    """(ids, weights) of the top_k experts in descending order of float32 softmax, ties to the
+    lowest id.
+    """
     x = logits.astype(np.float32)
     p = np.exp((x - x.max()).astype(np.float32)).astype(np.float32)
     p = (p / p.sum(dtype=np.float32)).astype(np.float32)

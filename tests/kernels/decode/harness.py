@@ -1,22 +1,26 @@
-"""Runs the decode kernels on the Metal host, with the constants and buffers that metal/README.md tabulates."""
+"""Runs the decode kernels on the Metal host, with the constants and buffers that metal/README.md
+tabulates.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import numpy as np
-from metal.host import Library
 from reference import Dtype, Weight
+
+from metal.host import Library
 
 METAL = Path(__file__).resolve().parents[3] / "metal"
 
-# For the tests of the checks: passed on to every launch, and, when a list, given what each launch left in its buffers.
+# For the tests of the checks: passed on to every launch, and, when a list, given what each launch
+# left in its buffers.
 run_options: dict = {}
 record: list[bytes] | None = None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _library(file: str, constants: tuple, host: str) -> Library:
     return Library(METAL / file, constants=dict(constants), host=host)
 
@@ -30,7 +34,7 @@ def launch(
     threads: int,
     host: str,
 ) -> None:
-    """Runs one kernel over `grid` threadgroups of `threads` threads; outputs are written in place."""
+    """Runs one kernel over `grid` threadgroups of `threads` threads, writing outputs in place."""
     library = _library(file, tuple(sorted(constants.items())), host)
     grid = (*grid, 1, 1)[:3]
     library[name](buffers, grid, (threads, 1, 1), **run_options)
@@ -43,7 +47,9 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def weight_buffers(w: Weight, first: int) -> dict[int, np.ndarray]:
-    """Buffers first (codes), first + 1 (scales), first + 2 (biases); unquantized rows have only the first."""
+    """Buffers first (codes), first + 1 (scales), first + 2 (biases); unquantized rows have only the
+    first.
+    """
     if w.scales is None:
         return {first: w.w}
     return {first: w.w, first + 1: w.scales, first + 2: w.biases}

@@ -1,4 +1,6 @@
-"""Attention of one row: preparation and cache write, split attention in all its forms, merge and gate."""
+"""Attention of one row: preparation and cache write, split attention in all its forms, merge and
+gate.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,17 @@ def constants(
     rotary: int = 64,
 ) -> dict:
     return {
-        60: heads, 61: kv_heads, 62: rotary, 63: EPS, 64: simdgroups, 65: splits, 66: block, 67: pack,
-        68: prepare, 69: merge,
-    }  # fmt: skip
+        60: heads,
+        61: kv_heads,
+        62: rotary,
+        63: EPS,
+        64: simdgroups,
+        65: splits,
+        66: block,
+        67: pack,
+        68: prepare,
+        69: merge,
+    }
 
 
 def frequencies(rotary: int) -> np.ndarray:
@@ -48,18 +58,43 @@ def test_prepare(host: str, a: str, heads: int, kv_heads: int, position: int, ro
     rng = np.random.default_rng(0)
     capacity = 64 if position < 64 else 131072
     c = constants(heads, kv_heads, rotary=rotary)
-    q_gate, k, v = (a.store(rng.standard_normal(n) * 2) for n in (heads * 2 * D, kv_heads * D, kv_heads * D))
+    q_gate, k, v = (
+        a.store(rng.standard_normal(n) * 2) for n in (heads * 2 * D, kv_heads * D, kv_heads * D)
+    )
     q_norm, k_norm = a.store(rng.standard_normal(D)), a.store(rng.standard_normal(D))
     inv_freq = frequencies(rotary)
-    q_out, k_cache, v_cache = a.empty(heads, D), a.empty(kv_heads, capacity, D), a.empty(kv_heads, capacity, D)
+    q_out, k_cache, v_cache = (
+        a.empty(heads, D),
+        a.empty(kv_heads, capacity, D),
+        a.empty(kv_heads, capacity, D),
+    )
     untouched = k_cache.copy()
     launch(
-        "attention_decode.metal", f"attention_prepare_{a.name}", c,
-        {0: q_gate, 1: k, 2: v, 3: q_norm, 4: k_norm, 5: inv_freq, 6: np.array([position], np.int32),
-         7: capacity, 8: q_out, 9: k_cache, 10: v_cache},
-        (ceil_div(heads + 2 * kv_heads, c[68]),), 32 * c[68], host,
-    )  # fmt: skip
-    q = rope(head_norm(a.load(q_gate).reshape(heads, 2, D)[:, 0], a.load(q_norm), EPS), position, inv_freq)
+        "attention_decode.metal",
+        f"attention_prepare_{a.name}",
+        c,
+        {
+            0: q_gate,
+            1: k,
+            2: v,
+            3: q_norm,
+            4: k_norm,
+            5: inv_freq,
+            6: np.array([position], np.int32),
+            7: capacity,
+            8: q_out,
+            9: k_cache,
+            10: v_cache,
+        },
+        (ceil_div(heads + 2 * kv_heads, c[68]),),
+        32 * c[68],
+        host,
+    )
+    q = rope(
+        head_norm(a.load(q_gate).reshape(heads, 2, D)[:, 0], a.load(q_norm), EPS),
+        position,
+        inv_freq,
+    )
     kk = rope(head_norm(a.load(k).reshape(kv_heads, D), a.load(k_norm), EPS), position, inv_freq)
     assert_rounded(a.load(q_out), q, a, 2 + np.abs(q).max(), "q")
     assert_rounded(a.load(k_cache[:, position]), kk, a, 2 + np.abs(kk).max(), "k")
@@ -72,9 +107,23 @@ def test_prepare(host: str, a: str, heads: int, kv_heads: int, position: int, ro
 class Case:
     """Random q and caches; rows past the context hold NaN, so that reading one shows."""
 
-    def __init__(self, a: Dtype, length: int, capacity: int, heads: int = 8, kv_heads: int = 1, scale: float = 1.0):
+    def __init__(
+        self,
+        a: Dtype,
+        length: int,
+        capacity: int,
+        heads: int = 8,
+        kv_heads: int = 1,
+        scale: float = 1.0,
+    ):
         rng = np.random.default_rng(length)
-        self.a, self.length, self.capacity, self.heads, self.kv_heads = a, length, capacity, heads, kv_heads
+        self.a, self.length, self.capacity, self.heads, self.kv_heads = (
+            a,
+            length,
+            capacity,
+            heads,
+            kv_heads,
+        )
         self.q_gate = a.store(rng.standard_normal((heads, 2 * D)))
         self.q = a.store(rng.standard_normal((heads, D)) * scale)
         self.k, self.v = a.empty(kv_heads, capacity, D), a.empty(kv_heads, capacity, D)
@@ -89,14 +138,23 @@ class Case:
         o = np.full((self.heads, splits, D), np.nan, np.float32)
         out = a.empty(self.heads, D)
         launch(
-            "attention_decode.metal", f"{kernel}_{a.name}", c,
+            "attention_decode.metal",
+            f"{kernel}_{a.name}",
+            c,
             {0: self.q, 1: self.k, 2: self.v, 3: self.position, 4: self.capacity, 5: ml, 6: o},
-            (splits, self.heads // c[67]), 32 * c[64], host,
-        )  # fmt: skip
+            (splits, self.heads // c[67]),
+            32 * c[64],
+            host,
+        )
         launch(
-            "attention_decode.metal", f"attention_merge_{a.name}", c,
-            {0: ml, 1: o, 2: self.q_gate, 3: self.position, 4: out}, (D // 64, self.heads), 32 * c[69], host,
-        )  # fmt: skip
+            "attention_decode.metal",
+            f"attention_merge_{a.name}",
+            c,
+            {0: ml, 1: o, 2: self.q_gate, 3: self.position, 4: out},
+            (D // 64, self.heads),
+            32 * c[69],
+            host,
+        )
         return out, ml, o
 
     def check(self, out: np.ndarray) -> None:
@@ -128,7 +186,11 @@ def test_fixed_block_checked(length: int) -> None:
 @pytest.mark.parametrize("length", [1, 33, 70])
 def test_strided_checked(length: int) -> None:
     case = Case(BF16, length, 96, heads=4)
-    case.check(case.run(constants(4, simdgroups=2, splits=2, merge=2), "checked", "attention_decode_strided")[0])
+    case.check(
+        case.run(
+            constants(4, simdgroups=2, splits=2, merge=2), "checked", "attention_decode_strided"
+        )[0]
+    )
 
 
 @pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
@@ -158,13 +220,15 @@ def test_packed_equals_unpacked_to_the_bit(block: int, simdgroups: int) -> None:
     ]
     case.check(results[0][0])
     for other in results[1:]:
-        for x, y in zip(results[0], other):
+        for x, y in zip(results[0], other, strict=True):
             np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
 
 
 def test_uncoalesced_form() -> None:
     case = Case(F16, 300, 320, heads=16, kv_heads=2)
-    case.check(case.run(constants(16, 2, simdgroups=4, splits=2), "cpu", "attention_decode_strided")[0])
+    case.check(
+        case.run(constants(16, 2, simdgroups=4, splits=2), "cpu", "attention_decode_strided")[0]
+    )
 
 
 def test_large_scores_do_not_overflow() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,8 +18,9 @@ import test_gdn_step as gdn
 import test_gemv as gemv
 import test_head as head
 import test_moe_decode as moe
-from metal.host import KernelFault, Library
 from reference import BF16, GdnShape
+
+from metal.host import KernelFault, Library, coverage
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 INSTANCE = 'template [[host_name("{0}")]] [[kernel]] decltype(lily::{1}) lily::{1};\n'
@@ -44,11 +48,25 @@ INSTANCES = {
 
 
 def run_norm() -> None:
-    gemv.run("checked", BF16, 512, [9, 5], [4, 8], lanes=8, r=2, u=1, simdgroups=2, norm=True, write_x=True)
+    gemv.run(
+        "checked",
+        BF16,
+        512,
+        [9, 5],
+        [4, 8],
+        lanes=8,
+        r=2,
+        u=1,
+        simdgroups=2,
+        norm=True,
+        write_x=True,
+    )
 
 
 def run_split() -> None:
-    gemv.run("checked", BF16, 512, [9], [4], lanes=8, r=1, u=1, split=2, simdgroups=4, residual=True)
+    gemv.run(
+        "checked", BF16, 512, [9], [4], lanes=8, r=1, u=1, split=2, simdgroups=4, residual=True
+    )
 
 
 def run_head() -> None:
@@ -67,7 +85,9 @@ def run_gdn_parts() -> None:
 def run_attention() -> None:
     """Eight heads on four simdgroups: the merge takes two rounds."""
     case = attention.Case(BF16, 45, 48)
-    case.check(case.run(attention.constants(8, simdgroups=4, splits=2, pack=8, merge=2), "checked")[0])
+    case.check(
+        case.run(attention.constants(8, simdgroups=4, splits=2, pack=8, merge=2), "checked")[0]
+    )
 
 
 def run_strided() -> None:
@@ -81,9 +101,15 @@ def run_moe() -> None:
 
 
 SCENARIOS: dict[str, Callable[[], None]] = {
-    "norm": run_norm, "split": run_split, "head": run_head, "gdn": run_gdn, "gdn parts": run_gdn_parts,
-    "attention": run_attention, "strided": run_strided, "moe": run_moe,
-}  # fmt: skip
+    "norm": run_norm,
+    "split": run_split,
+    "head": run_head,
+    "gdn": run_gdn,
+    "gdn parts": run_gdn_parts,
+    "attention": run_attention,
+    "strided": run_strided,
+    "moe": run_moe,
+}
 
 # Header -> for each of its barriers, in order, a scenario that passes it.
 BARRIERS = {
@@ -104,7 +130,9 @@ def cases() -> Iterator:
 
 def test_every_barrier_has_a_case() -> None:
     for name, scenarios in BARRIERS.items():
-        assert (harness.METAL / name).read_text().count("threadgroup_barrier(") == len(scenarios), name
+        assert (harness.METAL / name).read_text().count("threadgroup_barrier(") == len(scenarios), (
+            name
+        )
 
 
 @pytest.mark.parametrize("name,index,scenario", list(cases()))
@@ -128,7 +156,9 @@ def test_without_one_barrier(
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_results_do_not_depend_on_the_order_of_threads(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_the_order_of_threads(
+    scenario: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results = []
     for options in ({}, {"seed": 1}, {"seed": 2}):
         monkeypatch.setattr(harness, "run_options", options)
@@ -138,3 +168,21 @@ def test_results_do_not_depend_on_the_order_of_threads(scenario: str, monkeypatc
     assert results[0]
     for other in results[1:]:
         assert all(np.array_equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+def test_checked_runs_enter_every_branch(tmp_path: Path) -> None:
+    """Both outcomes of each branch of the decode kernels that the compiler could not decide."""
+    chosen = "(checked or broken or extreme or nan or embedding) "
+    chosen += "and not barrier and not order and not branch"
+    folder = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder, "-k", chosen],
+        env={**os.environ, "LILY_METAL_COVERAGE": str(tmp_path)},
+        cwd=folder.parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    branches = [b for b in coverage.load(str(tmp_path)) if str(harness.METAL) in b.file]
+    assert len(branches) > 100
+    assert not [str(b) for b in branches if b.missing]

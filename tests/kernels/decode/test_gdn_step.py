@@ -52,33 +52,44 @@ def make_layer(shape: GdnShape, a: Dtype, seed: int = 0, fresh: bool = False) ->
     rng = np.random.default_rng(seed)
     c, hv = shape.channels, shape.value_heads
     return Layer(
-        shape, a,
+        shape,
+        a,
         conv_weight=a.store(rng.standard_normal((c, 4)) * 0.5),
         a_log=np.log(rng.uniform(0.01, 16, hv)).astype(np.float32),
         dt_bias=a.store(rng.standard_normal(hv) * 2),
         norm_weight=a.store(rng.standard_normal(shape.dv)),
         conv_state=a.store(rng.standard_normal((3, c)) * (not fresh)),
-        state=(rng.standard_normal((hv, shape.dv, shape.dk)) * 0.1 * (not fresh)).astype(np.float32),
-    )  # fmt: skip
+        state=(rng.standard_normal((hv, shape.dv, shape.dk)) * 0.1 * (not fresh)).astype(
+            np.float32
+        ),
+    )
 
 
 def make_row(shape: GdnShape, a: Dtype, seed: int = 1, scale: float = 1.0) -> Row:
     rng = np.random.default_rng(seed)
     hv = shape.value_heads
     return Row(
-        a.store(rng.standard_normal(shape.channels) * scale), a.store(rng.standard_normal(hv * shape.dv) * 2),
-        a.store(rng.standard_normal(hv) * 2), a.store(rng.standard_normal(hv) * 3),
-    )  # fmt: skip
+        a.store(rng.standard_normal(shape.channels) * scale),
+        a.store(rng.standard_normal(hv * shape.dv) * 2),
+        a.store(rng.standard_normal(hv) * 2),
+        a.store(rng.standard_normal(hv) * 3),
+    )
 
 
 def reference(layer: Layer, row: Row, hat: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
     """(exact output [Hv, Dv], new conv state, new state, y, q^ k^ v^ as one row)."""
     s, a = layer.shape, layer.a
-    conv, conv_state = gdn_conv(a.load(row.qkv), a.load(layer.conv_state), a.load(layer.conv_weight))
+    conv, conv_state = gdn_conv(
+        a.load(row.qkv), a.load(layer.conv_state), a.load(layer.conv_weight)
+    )
     q, k, v = gdn_split(conv, s, a)
     if hat is not None:
         n = s.key_heads * s.dk
-        q, k, v = hat[:n].reshape(q.shape), hat[n : 2 * n].reshape(k.shape), hat[2 * n :].reshape(v.shape)
+        q, k, v = (
+            hat[:n].reshape(q.shape),
+            hat[n : 2 * n].reshape(k.shape),
+            hat[2 * n :].reshape(v.shape),
+        )
     g, beta = gdn_gates(a.load(row.a), a.load(row.b), layer.a_log, a.load(layer.dt_bias))
     y, state = gdn_delta(q, k, v, g, beta, layer.state, s)
     out = gdn_gated_norm(y, a.load(row.z).reshape(y.shape), a.load(layer.norm_weight), EPS)
@@ -89,20 +100,41 @@ def constants(shape: GdnShape, simdgroups: int) -> dict:
     return {40: shape.key_heads, 41: shape.value_heads, 42: simdgroups, 43: EPS}
 
 
-def fused(host: str, layer: Layer, row: Row, simdgroups: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def fused(
+    host: str, layer: Layer, row: Row, simdgroups: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     s, a = layer.shape, layer.a
     conv_out, state_out = a.empty(3, s.channels), np.full_like(layer.state, np.nan)
     out = a.empty(s.value_heads, s.dv)
     launch(
-        "gdn_step.metal", f"gdn_step_{a.name}", constants(s, simdgroups),
-        {0: row.qkv, 1: row.z, 2: row.b, 3: row.a, 4: layer.conv_state, 5: layer.conv_weight, 6: layer.a_log,
-         7: layer.dt_bias, 8: layer.norm_weight, 9: layer.state, 10: conv_out, 11: state_out, 12: out},
-        (s.value_heads,), 32 * simdgroups, host,
-    )  # fmt: skip
+        "gdn_step.metal",
+        f"gdn_step_{a.name}",
+        constants(s, simdgroups),
+        {
+            0: row.qkv,
+            1: row.z,
+            2: row.b,
+            3: row.a,
+            4: layer.conv_state,
+            5: layer.conv_weight,
+            6: layer.a_log,
+            7: layer.dt_bias,
+            8: layer.norm_weight,
+            9: layer.state,
+            10: conv_out,
+            11: state_out,
+            12: out,
+        },
+        (s.value_heads,),
+        32 * simdgroups,
+        host,
+    )
     return out, conv_out, state_out
 
 
-def check(layer: Layer, row: Row, out: np.ndarray, conv_out: np.ndarray, state_out: np.ndarray) -> None:
+def check(
+    layer: Layer, row: Row, out: np.ndarray, conv_out: np.ndarray, state_out: np.ndarray
+) -> None:
     a = layer.a
     want, conv_state, state, y, _ = reference(layer, row)
     np.testing.assert_array_equal(a.load(conv_out), conv_state)
@@ -185,7 +217,7 @@ def test_thread_counts_agree_to_the_bit() -> None:
     layer, row = make_layer(BUNDLED, BF16), make_row(BUNDLED, BF16)
     results = [fused("cpu", layer, row, n) for n in (8, 16, 32)]
     for other in results[1:]:
-        for x, y in zip(results[0], other):
+        for x, y in zip(results[0], other, strict=True):
             np.testing.assert_array_equal(x, y)
 
 
@@ -195,28 +227,53 @@ def test_unfused_parts(host: str, a: Dtype, shape: GdnShape) -> None:
     c = constants(shape, 8)
     conv_out, hat = a.empty(3, shape.channels), a.empty(shape.channels)
     launch(
-        "gdn_step.metal", f"gdn_conv_step_{a.name}", c,
+        "gdn_step.metal",
+        f"gdn_conv_step_{a.name}",
+        c,
         {0: row.qkv, 1: layer.conv_state, 2: layer.conv_weight, 3: conv_out, 4: hat},
-        (2 * shape.key_heads + shape.value_heads,), 128, host,
-    )  # fmt: skip
+        (2 * shape.key_heads + shape.value_heads,),
+        128,
+        host,
+    )
     want = reference(layer, row)[4]
     assert np.abs(a.load(hat) - want).max() <= a.ulp * np.abs(want).max()
     assert (a.load(hat) != want).mean() < 0.01
-    state_out, y = np.full_like(layer.state, np.nan), np.full((shape.value_heads, 128), np.nan, np.float32)
+    state_out, y = (
+        np.full_like(layer.state, np.nan),
+        np.full((shape.value_heads, 128), np.nan, np.float32),
+    )
     launch(
-        "gdn_step.metal", f"gdn_delta_step_{a.name}", c,
-        {0: hat, 1: row.b, 2: row.a, 3: layer.a_log, 4: layer.dt_bias, 5: layer.state, 6: state_out, 7: y},
-        (4, shape.value_heads), 256, host,
-    )  # fmt: skip
+        "gdn_step.metal",
+        f"gdn_delta_step_{a.name}",
+        c,
+        {
+            0: hat,
+            1: row.b,
+            2: row.a,
+            3: layer.a_log,
+            4: layer.dt_bias,
+            5: layer.state,
+            6: state_out,
+            7: y,
+        },
+        (4, shape.value_heads),
+        256,
+        host,
+    )
     _, conv_state, state, y_want, _ = reference(layer, row, a.load(hat))
     np.testing.assert_array_equal(a.load(conv_out), conv_state)
     np.testing.assert_allclose(state_out, state, atol=3e-6)
     np.testing.assert_allclose(y, y_want, atol=3e-6)
     out = a.empty(shape.value_heads, 128)
     launch(
-        "gdn_step.metal", f"gdn_gated_norm_{a.name}", c, {0: y, 1: row.z, 2: layer.norm_weight, 3: out},
-        (shape.value_heads,), 128, host,
-    )  # fmt: skip
+        "gdn_step.metal",
+        f"gdn_gated_norm_{a.name}",
+        c,
+        {0: y, 1: row.z, 2: layer.norm_weight, 3: out},
+        (shape.value_heads,),
+        128,
+        host,
+    )
     f_out, f_conv, f_state = fused(host, layer, row, 8)
     np.testing.assert_array_equal(conv_out, f_conv)
     np.testing.assert_array_equal(state_out, f_state)

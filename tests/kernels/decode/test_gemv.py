@@ -1,4 +1,4 @@
-"""norm + GEMV over several matrices, the residual form, the router's fp32 form, and the norm apart."""
+"""norm + GEMV over several matrices, the residual and the fp32 form, and the norm apart."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(
     """One launch against the reference."""
     out = out or a
     rng = np.random.default_rng(seed)
-    weights = [make_weight(rng, (n, k), a, b, group) for n, b in zip(rows, bits)]
+    weights = [make_weight(rng, (n, k), a, b, group) for n, b in zip(rows, bits, strict=True)]
     h = a.store(rng.standard_normal(k) * h_scale)
     norm_weight = a.store(rng.standard_normal(k))
     c = gemv_constants(k, weights, **shape)
@@ -66,12 +66,19 @@ def run(
         if c[17]:
             r = a.load(buffers[2])
             exact = r + exact
-            assert_rounded(a.load(ys[i]), exact, a, size + slack * 5e5 + np.abs(exact - r) * a.ulp * 2.6e5, what)
+            assert_rounded(
+                a.load(ys[i]),
+                exact,
+                a,
+                size + slack * 5e5 + np.abs(exact - r) * a.ulp * 2.6e5,
+                what,
+            )
         else:
             assert_rounded(out.load(ys[i]), exact, out, size + slack * 5e5, what)
 
 
-# Every (R, U) that is compiled in, each with another format, on tiny shapes that end inside a block.
+# Every (R, U) that is compiled in, each with another format, on tiny shapes that end inside a
+# block.
 SHAPES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)]
 
 
@@ -82,27 +89,87 @@ def test_every_shape_checked(i: int) -> None:
     lanes = 8
     k = lanes * u * (128 // bits) * (1 + i % 3)
     group = 32 if k % 64 else 64
-    run("checked", [BF16, F16][i // 2 % 2], k, [r * 4 * 2 + 3], [bits], group, lanes=lanes, r=r, u=u, simdgroups=2)
+    run(
+        "checked",
+        [BF16, F16][i // 2 % 2],
+        k,
+        [r * 4 * 2 + 3],
+        [bits],
+        group,
+        lanes=lanes,
+        r=r,
+        u=u,
+        simdgroups=2,
+    )
 
 
 def test_four_matrices_of_different_bits_with_norm_checked() -> None:
     run(
-        "checked", BF16, 512, [9, 5, 1, 3], [4, 8, 16, 4], 64,
-        lanes=8, r=2, u=1, simdgroups=2, norm=True, write_x=True,
-    )  # fmt: skip
+        "checked",
+        BF16,
+        512,
+        [9, 5, 1, 3],
+        [4, 8, 16, 4],
+        64,
+        lanes=8,
+        r=2,
+        u=1,
+        simdgroups=2,
+        norm=True,
+        write_x=True,
+    )
 
 
 @pytest.mark.parametrize("split", [2, 4])
 def test_split_of_k_checked(split: int) -> None:
-    run("checked", F16, 1024, [13], [4], 128, lanes=8, r=2, u=1, split=split, simdgroups=4, residual=True)
+    run(
+        "checked",
+        F16,
+        1024,
+        [13],
+        [4],
+        128,
+        lanes=8,
+        r=2,
+        u=1,
+        split=split,
+        simdgroups=4,
+        residual=True,
+    )
 
 
 def test_several_blocks_a_simdgroup_across_matrices_checked() -> None:
-    run("checked", BF16, 256, [21, 7], [4, 8], 32, lanes=8, r=1, u=1, simdgroups=2, blocks=3, norm=True)
+    run(
+        "checked",
+        BF16,
+        256,
+        [21, 7],
+        [4, 8],
+        32,
+        lanes=8,
+        r=1,
+        u=1,
+        simdgroups=2,
+        blocks=3,
+        norm=True,
+    )
 
 
 def test_more_pieces_than_threads_checked() -> None:
-    run("checked", BF16, 1024, [3], [4], 64, lanes=32, r=1, u=1, simdgroups=1, norm=True, write_x=True)
+    run(
+        "checked",
+        BF16,
+        1024,
+        [3],
+        [4],
+        64,
+        lanes=32,
+        r=1,
+        u=1,
+        simdgroups=1,
+        norm=True,
+        write_x=True,
+    )
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -120,7 +187,19 @@ def test_unquantized_float32() -> None:
 @pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
 def test_delta_net_input_projections(a: Dtype) -> None:
     """[qkv | z | b | a] of the 35B model, its long matrices cut short."""
-    run("cpu", a, 2048, [515, 256, 32, 32], [4] * 4, lanes=32, r=4, u=2, simdgroups=8, norm=True, write_x=True)
+    run(
+        "cpu",
+        a,
+        2048,
+        [515, 256, 32, 32],
+        [4] * 4,
+        lanes=32,
+        r=4,
+        u=2,
+        simdgroups=8,
+        norm=True,
+        write_x=True,
+    )
 
 
 def test_out_projection_with_residual() -> None:
@@ -129,13 +208,36 @@ def test_out_projection_with_residual() -> None:
 
 def test_router_and_shared_gate_in_float32() -> None:
     run(
-        "cpu", BF16, 2048, [256, 1], [8, 8], out=F32,
-        lanes=32, r=1, u=1, split=4, simdgroups=8, norm=True, write_x=True,
-    )  # fmt: skip
+        "cpu",
+        BF16,
+        2048,
+        [256, 1],
+        [8, 8],
+        out=F32,
+        lanes=32,
+        r=1,
+        u=1,
+        split=4,
+        simdgroups=8,
+        norm=True,
+        write_x=True,
+    )
 
 
 def test_bundled_input_projections() -> None:
-    run("cpu", BF16, 256, [1024, 512, 4, 4], [4] * 4, lanes=8, r=2, u=1, simdgroups=4, norm=True, write_x=True)
+    run(
+        "cpu",
+        BF16,
+        256,
+        [1024, 512, 4, 4],
+        [4] * 4,
+        lanes=8,
+        r=2,
+        u=1,
+        simdgroups=4,
+        norm=True,
+        write_x=True,
+    )
 
 
 @pytest.mark.parametrize("h_scale", [0.0, 1e-4, 3e3])
@@ -154,13 +256,23 @@ def test_fused_norm_rounds_as_the_norm_apart(host: str, k: int, n: int) -> None:
     c = gemv_constants(k, [w], lanes=32, r=2, u=1, simdgroups=4, norm=True)
     fused, apart, x = a.empty(n), a.empty(n), a.empty(k)
     launch(
-        "gemv.metal", "gemv_bf16_k2048", c, {0: h, 1: weight, **weight_buffers(w, 4), 7: fused},
-        (gemv_grid(c),), 128, host,
-    )  # fmt: skip
+        "gemv.metal",
+        "gemv_bf16_k2048",
+        c,
+        {0: h, 1: weight, **weight_buffers(w, 4), 7: fused},
+        (gemv_grid(c),),
+        128,
+        host,
+    )
     launch("gemv.metal", "norm_row_bf16", c, {0: h, 1: weight, 2: x}, (1,), 128, host)
     plain = {**c, 16: False}
     launch(
-        "gemv.metal", "gemv_bf16_k2048", plain, {0: x, **weight_buffers(w, 4), 7: apart},
-        (gemv_grid(c),), 128, host,
-    )  # fmt: skip
+        "gemv.metal",
+        "gemv_bf16_k2048",
+        plain,
+        {0: x, **weight_buffers(w, 4), 7: apart},
+        (gemv_grid(c),),
+        128,
+        host,
+    )
     np.testing.assert_array_equal(fused, apart)

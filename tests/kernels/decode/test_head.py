@@ -5,7 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from harness import ceil_div, gemv_constants, gemv_grid, kmax, launch, weight_buffers
-from reference import BF16, DTYPES, F16, F32, Dtype, Weight, assert_rounded, make_weight, product, rms_norm
+from reference import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    Dtype,
+    Weight,
+    assert_rounded,
+    make_weight,
+    product,
+    rms_norm,
+)
 
 
 def run_head(
@@ -25,11 +36,21 @@ def run_head(
     threads = 32 * c[14]
     launch("head.metal", f"head_gemv_{a.name}_k{kmax(k)}", c, buffers, (groups,), threads, host)
     token, position = np.zeros(1, np.uint32), np.full(1, 41, np.int32)
-    launch("head.metal", "argmax_final", c, {0: values, 1: ids, 2: token, 3: position}, (1,), threads, host)
+    launch(
+        "head.metal",
+        "argmax_final",
+        c,
+        {0: values, 1: ids, 2: token, 3: position},
+        (1,),
+        threads,
+        host,
+    )
     return int(token[0]), out, int(position[0])
 
 
-def head_case(a: Dtype, n: int, k: int, bits: int, seed: int = 0) -> tuple[Weight, np.ndarray, np.ndarray, np.ndarray]:
+def head_case(
+    a: Dtype, n: int, k: int, bits: int, seed: int = 0
+) -> tuple[Weight, np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     w = make_weight(rng, (n, k), a, bits, 64)
     h, norm_weight = a.store(rng.standard_normal(k)), a.store(rng.random(k) + 0.5)
@@ -80,7 +101,9 @@ def test_all_logits_equal_or_nan() -> None:
     w, h, norm_weight, _ = head_case(a, n, k, 4)
     shape = {"lanes": 8, "r": 2, "u": 1, "simdgroups": 2, "blocks": 2}
     assert run_head("cpu", a, w, a.store(np.zeros(k)), norm_weight, False, **shape)[0] == 0
-    assert run_head("checked", a, w, a.store(np.full(k, np.nan)), norm_weight, False, **shape)[0] == 0
+    assert (
+        run_head("checked", a, w, a.store(np.full(k, np.nan)), norm_weight, False, **shape)[0] == 0
+    )
 
 
 @pytest.mark.parametrize("host", ["checked", "cpu"])
@@ -91,7 +114,11 @@ def test_argmax_of_logits_in_memory(host: str) -> None:
     c = gemv_constants(256, [w], simdgroups=2) | {20: False, 21: groups, 22: False}
     logits = rng.standard_normal(n).astype(np.float32)
     logits[[650, 131]] = 9.0
-    values, ids, token = np.zeros(groups, np.float32), np.zeros(groups, np.uint32), np.zeros(1, np.uint32)
+    values, ids, token = (
+        np.zeros(groups, np.float32),
+        np.zeros(groups, np.uint32),
+        np.zeros(1, np.uint32),
+    )
     launch("head.metal", "argmax_logits", c, {0: logits, 1: values, 2: ids}, (groups,), 64, host)
     launch("head.metal", "argmax_final", c, {0: values, 1: ids, 2: token}, (1,), 64, host)
     assert token[0] == 131
@@ -109,5 +136,7 @@ def test_embedding(a: str, bits: int) -> None:
     for token, row in ((0, 0), (10, 10), (11, 10), (2**32 - 1, 10)):
         h = a.empty(k)
         buffers = {0: np.array([token], np.uint32), 4: h, **weight_buffers(w, 1)}
-        launch("head.metal", f"embed_row_{a.name}", c, buffers, (ceil_div(k // 8, 32),), 32, "checked")
+        launch(
+            "head.metal", f"embed_row_{a.name}", c, buffers, (ceil_div(k // 8, 32),), 32, "checked"
+        )
         np.testing.assert_array_equal(h, a.store(w.values[row]))

@@ -1,4 +1,6 @@
-"""The experts of one row: the pick with its ties, gate + up + SwiGLU, down + combine, and the unfused forms."""
+"""The experts of one row: the pick with its ties, gate + up + SwiGLU, down + combine, and the
+unfused forms.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +40,36 @@ class Shape:
     norm: bool = True
 
 
-def constants(s: Shape, *, select: bool = True, given_ids: bool = False, shared_given: bool = False) -> dict:
+def constants(
+    s: Shape, *, select: bool = True, given_ids: bool = False, shared_given: bool = False
+) -> dict:
     routed, shared = s.top_k > 0, s.shared > 0
     return {
-        80: s.experts, 81: s.top_k, 82: s.norm, 83: s.hidden, 84: s.width, 85: s.shared, 86: s.bits,
-        87: s.shared_bits, 88: s.group, 89: s.up[0], 90: s.up[1], 91: s.up[2], 92: s.up[3],
-        93: s.down[0], 94: s.down[1], 95: s.down[2],
-        96: routed, 97: shared, 98: routed and s.bits <= 8, 99: shared and s.shared_bits <= 8,
-        100: select and routed, 101: given_ids, 102: shared_given, 103: shared or shared_given,
-    }  # fmt: skip
+        80: s.experts,
+        81: s.top_k,
+        82: s.norm,
+        83: s.hidden,
+        84: s.width,
+        85: s.shared,
+        86: s.bits,
+        87: s.shared_bits,
+        88: s.group,
+        89: s.up[0],
+        90: s.up[1],
+        91: s.up[2],
+        92: s.up[3],
+        93: s.down[0],
+        94: s.down[1],
+        95: s.down[2],
+        96: routed,
+        97: shared,
+        98: routed and s.bits <= 8,
+        99: shared and s.shared_bits <= 8,
+        100: select and routed,
+        101: given_ids,
+        102: shared_given,
+        103: shared or shared_given,
+    }
 
 
 class Layer:
@@ -63,11 +86,15 @@ class Layer:
             return make_weight(rng, (n, k), a, s.shared_bits, s.group) if s.shared else None
 
         self.gate, self.up, self.down = (
-            experts(s.width, s.hidden), experts(s.width, s.hidden), experts(s.hidden, s.width),
-        )  # fmt: skip
+            experts(s.width, s.hidden),
+            experts(s.width, s.hidden),
+            experts(s.hidden, s.width),
+        )
         self.shared_gate, self.shared_up, self.shared_down = (
-            shared(s.shared, s.hidden), shared(s.shared, s.hidden), shared(s.hidden, s.shared),
-        )  # fmt: skip
+            shared(s.shared, s.hidden),
+            shared(s.shared, s.hidden),
+            shared(s.hidden, s.shared),
+        )
         self.x = a.store(rng.standard_normal(s.hidden))
         self.h = a.store(rng.standard_normal(s.hidden) * 2)
         self.logits = (rng.standard_normal(s.experts) * 2).astype(np.float32)
@@ -78,7 +105,10 @@ class Layer:
         s, a = self.s, self.a
         top_k, width, shared = c[81], c[84], c[85]
         act = a.empty(top_k * width + shared)
-        out_ids, weights = np.full(max(top_k, 1), 2**31, np.uint32), np.full(max(top_k, 1), np.nan, np.float32)
+        out_ids, weights = (
+            np.full(max(top_k, 1), 2**31, np.uint32),
+            np.full(max(top_k, 1), np.nan, np.float32),
+        )
         buffers = {0: self.x, 15: act}
         if c[100]:
             buffers |= {1: self.logits, 16: out_ids, 17: weights}
@@ -95,9 +125,14 @@ class Layer:
         return act, out_ids, weights
 
     def down_rows(
-        self, host: str, c: dict, act: np.ndarray, ids: np.ndarray, weights: np.ndarray,
+        self,
+        host: str,
+        c: dict,
+        act: np.ndarray,
+        ids: np.ndarray,
+        weights: np.ndarray,
         shared_product: np.ndarray | None = None,
-    ) -> np.ndarray:  # fmt: skip
+    ) -> np.ndarray:
         s, a = self.s, self.a
         out = a.empty(s.hidden)
         buffers = {0: act, 11: self.h, 12: out}
@@ -111,7 +146,15 @@ class Layer:
             buffers[10] = shared_product
         rows = c[94] * (32 // c[93])
         threads = 32 * (c[81] + (c[85] > 0))
-        launch("moe_decode.metal", f"moe_down_{a.name}", c, buffers, (ceil_div(s.hidden, rows),), threads, host)
+        launch(
+            "moe_decode.metal",
+            f"moe_down_{a.name}",
+            c,
+            buffers,
+            (ceil_div(s.hidden, rows),),
+            threads,
+            host,
+        )
         return out
 
     # ---- reference
@@ -119,20 +162,30 @@ class Layer:
         s, a = self.s, self.a
         x, got = a.load(self.x), a.load(act)
         for i, e in enumerate(ids):
-            self._check_slot(got[i * s.width : (i + 1) * s.width], self.gate, self.up, int(e), x, f"slot {i}")
+            self._check_slot(
+                got[i * s.width : (i + 1) * s.width], self.gate, self.up, int(e), x, f"slot {i}"
+            )
         if s.shared:
-            self._check_slot(got[len(ids) * s.width :], self.shared_gate, self.shared_up, None, x, "shared")
+            self._check_slot(
+                got[len(ids) * s.width :], self.shared_gate, self.shared_up, None, x, "shared"
+            )
 
-    def _check_slot(self, got: np.ndarray, gate: Weight, up: Weight, e: int | None, x: np.ndarray, what: str) -> None:
+    def _check_slot(
+        self, got: np.ndarray, gate: Weight, up: Weight, e: int | None, x: np.ndarray, what: str
+    ) -> None:
         g, g_size = product(_one(gate, e), x)
         u, u_size = product(_one(up, e), x)
-        assert_rounded(got, silu(g) * u, self.a, g_size * np.abs(u) + u_size * np.abs(silu(g)), what)
+        assert_rounded(
+            got, silu(g) * u, self.a, g_size * np.abs(u) + u_size * np.abs(silu(g)), what
+        )
 
-    def check_out(self, out: np.ndarray, act: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> None:
+    def check_out(
+        self, out: np.ndarray, act: np.ndarray, ids: np.ndarray, weights: np.ndarray
+    ) -> None:
         s, a = self.s, self.a
         x = a.load(act)
         y, size = np.zeros(s.hidden), np.zeros(s.hidden)
-        for i, (e, w) in enumerate(zip(ids, weights)):
+        for i, (e, w) in enumerate(zip(ids, weights, strict=True)):
             p, n = product(_one(self.down, int(e)), x[i * s.width : (i + 1) * s.width])
             y, size = y + float(w) * p, size + float(w) * n
         if s.shared:
@@ -141,7 +194,9 @@ class Layer:
             y, size = y + gate * p, size + gate * n
         # y is rounded before the residual is added.
         want = a.load(self.h).astype(np.float64) + y
-        if a is F32:  # nothing is rounded after the fp32 sums: what unpacking loses shows (metal/common.h)
+        if (
+            a is F32
+        ):  # nothing is rounded after the fp32 sums: what unpacking loses shows (metal/common.h)
             size = size * 5
         assert_rounded(a.load(out), want, a, size + np.abs(y) * a.ulp * 2.6e5, "out")
 
@@ -168,8 +223,15 @@ def test_layer_checked() -> None:
     check_layer("checked", TINY, BF16)
 
 
-@pytest.mark.parametrize("up,down", [((8, 1, 1, 2), (1, 2, 1)), ((4, 1, 2, 1), (1, 2, 2)), ((8, 4, 1, 1), (2, 2, 1)),
-                                     ((4, 2, 2, 2), (1, 2, 2))])  # fmt: skip
+@pytest.mark.parametrize(
+    "up,down",
+    [
+        ((8, 1, 1, 2), (1, 2, 1)),
+        ((4, 1, 2, 1), (1, 2, 2)),
+        ((8, 4, 1, 1), (2, 2, 1)),
+        ((4, 2, 2, 2), (1, 2, 2)),
+    ],
+)
 def test_shapes_checked(up: tuple, down: tuple) -> None:
     """Widths that end inside a block; more rounds of candidates than threads."""
     check_layer("checked", Shape(96, 3, 256, 64, 128, up=up, down=down, group=32), F16)
@@ -177,12 +239,22 @@ def test_shapes_checked(up: tuple, down: tuple) -> None:
 
 def test_ragged_rows_checked() -> None:
     """Neither the width nor the hidden size is a multiple of a threadgroup's rows."""
-    check_layer("checked", Shape(32, 2, 288, 96, 96, group=32, up=(1, 1, 1, 2), down=(1, 2, 1)), BF16)
+    check_layer(
+        "checked", Shape(32, 2, 288, 96, 96, group=32, up=(1, 1, 1, 2), down=(1, 2, 1)), BF16
+    )
 
 
 def test_mixed_bits_checked() -> None:
-    check_layer("checked", Shape(32, 2, 256, 128, 64, bits=4, shared_bits=8, up=(8, 1, 1, 2), down=(4, 4, 1)), BF16)
-    check_layer("checked", Shape(32, 2, 256, 64, 64, bits=16, shared_bits=16, up=(8, 1, 2, 2), down=(8, 8, 1)), BF16)
+    check_layer(
+        "checked",
+        Shape(32, 2, 256, 128, 64, bits=4, shared_bits=8, up=(8, 1, 1, 2), down=(4, 4, 1)),
+        BF16,
+    )
+    check_layer(
+        "checked",
+        Shape(32, 2, 256, 64, 64, bits=16, shared_bits=16, up=(8, 1, 2, 2), down=(8, 8, 1)),
+        BF16,
+    )
 
 
 def test_no_shared_expert_and_no_renormalising() -> None:
@@ -192,7 +264,18 @@ def test_no_shared_expert_and_no_renormalising() -> None:
 @pytest.mark.parametrize("a", ["bf16", "f16", "f32"])
 @pytest.mark.parametrize("bits,group", [(4, 32), (4, 64), (8, 32), (8, 64)])
 def test_bundled_layer(a: str, bits: int, group: int) -> None:
-    s = Shape(32, 8, 256, 64, 64, bits=bits, shared_bits=bits, group=group, up=(8, 2, 1, 4), down=(2, 2, 1))
+    s = Shape(
+        32,
+        8,
+        256,
+        64,
+        64,
+        bits=bits,
+        shared_bits=bits,
+        group=group,
+        up=(8, 2, 1, 4),
+        down=(2, 2, 1),
+    )
     check_layer("cpu", s, DTYPES[a])
 
 
@@ -204,16 +287,28 @@ def test_35b_layer(a: Dtype) -> None:
 
 
 def test_group_128() -> None:
-    check_layer("cpu", Shape(32, 8, 512, 128, 128, group=128, up=(16, 2, 1, 4), down=(4, 2, 1)), BF16)
+    check_layer(
+        "cpu", Shape(32, 8, 512, 128, 128, group=128, up=(16, 2, 1, 4), down=(4, 2, 1)), BF16
+    )
 
 
 # ---------------------------------------------------------------- the pick
 
 
-def pick(host: str, logits: np.ndarray, top_k: int, norm: bool = True, simdgroups: int = 8) -> tuple[np.ndarray, ...]:
+def pick(
+    host: str, logits: np.ndarray, top_k: int, norm: bool = True, simdgroups: int = 8
+) -> tuple[np.ndarray, ...]:
     s = Shape(len(logits), top_k, 256, 64, 0, norm=norm, up=(8, 1, 1, simdgroups))
     ids, weights = np.full(top_k, 2**31, np.uint32), np.full(top_k, np.nan, np.float32)
-    launch("moe_decode.metal", "moe_route", constants(s), {0: logits, 1: ids, 2: weights}, (1,), 32 * simdgroups, host)
+    launch(
+        "moe_decode.metal",
+        "moe_route",
+        constants(s),
+        {0: logits, 1: ids, 2: weights},
+        (1,),
+        32 * simdgroups,
+        host,
+    )
     return ids, weights
 
 
@@ -233,7 +328,9 @@ def test_equal_probabilities_choose_the_lowest_ids() -> None:
     for _ in range(6):
         logits = rng.integers(0, 3, 256).astype(np.float32)
         np.testing.assert_array_equal(pick("cpu", logits, 8)[0], route(logits, 8, True)[0])
-    np.testing.assert_array_equal(pick("checked", np.zeros(64, np.float32), 8, simdgroups=2)[0], np.arange(8))
+    np.testing.assert_array_equal(
+        pick("checked", np.zeros(64, np.float32), 8, simdgroups=2)[0], np.arange(8)
+    )
 
 
 def test_pick_of_far_apart_and_of_broken_logits() -> None:
@@ -252,7 +349,9 @@ def test_pick_of_far_apart_and_of_broken_logits() -> None:
 @pytest.mark.parametrize("simdgroups", [1, 4, 16])
 def test_pick_does_not_depend_on_the_threads(simdgroups: int) -> None:
     logits = np.random.default_rng(2).standard_normal(256).astype(np.float32)
-    for x, y in zip(pick("cpu", logits, 8, simdgroups=simdgroups), pick("cpu", logits, 8)):
+    for x, y in zip(
+        pick("cpu", logits, 8, simdgroups=simdgroups), pick("cpu", logits, 8), strict=True
+    ):
         np.testing.assert_array_equal(x, y)
 
 
@@ -271,7 +370,9 @@ def test_unfused_forms_equal_the_fused_one() -> None:
     np.testing.assert_array_equal(routed_ids, ids)
     np.testing.assert_array_equal(routed_weights, weights)
     routed = Shape(32, 8, 256, 64, 0)
-    act_routed, _, _ = layer.gate_up("cpu", constants(routed, select=False, given_ids=True), routed_ids)
+    act_routed, _, _ = layer.gate_up(
+        "cpu", constants(routed, select=False, given_ids=True), routed_ids
+    )
     alone = Shape(32, 0, 256, 64, 64)
     act_shared, _, _ = layer.gate_up("cpu", constants(alone, select=False))
     np.testing.assert_array_equal(np.concatenate([act_routed, act_shared]), act)
@@ -279,9 +380,14 @@ def test_unfused_forms_equal_the_fused_one() -> None:
     g = gemv_constants(64, [layer.shared_down], lanes=2, r=2, u=1, simdgroups=4)
     shared_product = np.full(256, np.nan, np.float32)
     launch(
-        "gemv.metal", gemv_name(BF16, F32, 64), g,
-        {0: act_shared, **weight_buffers(layer.shared_down, 4), 7: shared_product}, (gemv_grid(g),), 128, "cpu",
-    )  # fmt: skip
+        "gemv.metal",
+        gemv_name(BF16, F32, 64),
+        g,
+        {0: act_shared, **weight_buffers(layer.shared_down, 4), 7: shared_product},
+        (gemv_grid(g),),
+        128,
+        "cpu",
+    )
     c = constants(routed, shared_given=True)
     apart = layer.down_rows("cpu", c, act_routed, ids, weights, shared_product)
     layer.check_out(apart, act, ids, weights)

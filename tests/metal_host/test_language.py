@@ -475,6 +475,15 @@ def test_tables_are_large_enough():
     assert sum(not name.startswith("project: ") for name in REJECTED) >= 30 and len(ACCEPTED) >= 30
 
 
+def test_tensor_operations_need_metal_4():
+    source = "#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>\n" + kernel(
+        "y[0] = 1.0f;"
+    )
+    with pytest.raises(CompileError, match="tensor operations need Metal 4"):
+        check(source)
+    assert check(source, metal="4.0")
+
+
 def test_lambdas_come_with_metal_3_2():
     assert check(REJECTED["lambda before Metal 3.2"][0], metal="3.2")
 

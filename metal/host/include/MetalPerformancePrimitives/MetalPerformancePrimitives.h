@@ -3,6 +3,9 @@
 // at row (l>>2 & 4 | l>>1 & 3) + 8 * (i / 4), column 4 * (l>>2 & 2 | l & 1) + i % 4.
 #pragma once
 #pragma clang system_header
+#if !defined(__METAL_VERSION__) || __METAL_VERSION__ < 400
+#error "tensor operations need Metal 4: metal=\"4.0\", or --metal 4.0 on the command line"
+#endif
 #include <metal_stdlib>
 
 namespace metal {

@@ -8,6 +8,7 @@ import sys
 ROUTINES = {
     "model": "prefill and decode tok/s of lily and stock, with their ratio, on a whole model",
     "layers": "time and error of each layer primitive against stock's module and float32",
+    "ledger": "dispatches, levels and bytes of a token and of a prefill chunk, counted, without a GPU",
     "quality": "teacher-forced KL, top-1 agreement and perplexity against a float32 run",
     "readme": "write the figures of results/ into README.md and draw its picture",
 }

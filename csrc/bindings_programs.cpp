@@ -106,22 +106,21 @@ DecodeOptions decode_options(nb::dict d) {
       {"fuse_route", &o.fuse_route},
       {"fuse_shared", &o.fuse_shared},
       {"fuse_head", &o.fuse_head},
-      {"coalesced", &o.coalesced},
-      {"fixed_block", &o.fixed_block}};
+      {"coalesced", &o.coalesced}};
+  const std::vector<std::pair<const char*, int*>> numbers = {
+      {"pack", &o.pack}, {"context", &o.context}, {"fixed_block_from", &o.fixed_block_from}};
   for (auto [key, value] : d) {
     const auto name = nb::cast<std::string>(key);
-    if (name == "pack") {
-      o.pack = nb::cast<int>(value);
-      continue;
-    }
-    if (name == "context") {
-      o.context = nb::cast<int>(value);
-      continue;
-    }
     bool known = false;
     for (auto& [text, to] : switches) {
       if (name == text) {
         *to = nb::cast<bool>(value);
+        known = true;
+      }
+    }
+    for (auto& [text, to] : numbers) {
+      if (name == text) {
+        *to = nb::cast<int>(value);
         known = true;
       }
     }
@@ -145,6 +144,15 @@ Scan to_scan(const std::string& name) {
 
 MatrixUnit to_unit(bool tensor_operations) {
   return tensor_operations ? MatrixUnit::tensor : MatrixUnit::simdgroup;
+}
+
+bool has_backend(const std::string& device) {
+#ifdef LILY_CUDA
+  if (device == "cuda") {
+    return true;
+  }
+#endif
+  return device == "cpu";
 }
 
 // Python holds what owns the Program.
@@ -215,9 +223,8 @@ void bind_programs(nb::module_& m) {
       "dtype"_a, "batch"_a, "tokens"_a, "key_heads"_a, "value_heads"_a, "eps"_a,
       "has_mask"_a = false, "has_lengths"_a = false, "scan"_a = "norm");
 
-  m.def(
-      "has_backend", [](const std::string& device) { return device == "cpu"; }, "device"_a,
-      "Whether this build can run Programs on MLX's device: \"cpu\", \"metal\" or \"cuda\".");
+  m.def("has_backend", &has_backend, "device"_a,
+        "Whether this build can run Programs on MLX's device: \"cpu\", \"metal\" or \"cuda\".");
   m.def(
       "set_metal_host",
       [](std::optional<std::string> runtime, bool checked, uint64_t seed, nb::object compile,

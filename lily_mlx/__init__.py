@@ -31,6 +31,7 @@ _LAZY = {
     "generate_step": "lily_mlx.decode",
     "Model": "lily_mlx.model",
     "ModelArgs": "lily_mlx.model",
+    "trace": "lily_mlx.trace",
 }
 
 __all__ = ["BUNDLED_MODEL", "__version__", "backend_info", *_LAZY]
@@ -40,16 +41,28 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         import importlib
 
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        module = importlib.import_module(_LAZY[name])
+        return module if module.__name__ == f"lily_mlx.{name}" else getattr(module, name)
     raise AttributeError(f"module 'lily_mlx' has no attribute {name!r}")
 
 
 def backend_info() -> dict[str, str]:
     """What runs the primitives here: the device of MLX, and how the CPU reference was built."""
+    from lily_mlx import kernels
     from lily_mlx.selection import device_name
 
     return {
         "device": f"{mx.default_device()} ({device_name()})",
+        "backend": f"{kernels.backend()} (switch: {kernels.BACKEND}=metal-host)",
         "reference": f"{_ext.instruction_set()}, {_ext.num_threads()} threads",
         "extension": f"built for mlx {_ext.built_for_mlx}",
     }
+
+
+def _heed_switch() -> None:
+    from lily_mlx import kernels
+
+    kernels.start_from_environment()
+
+
+_heed_switch()

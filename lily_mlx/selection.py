@@ -50,7 +50,12 @@ def query(kind: str, *, device: str | None = None, **shape: Any) -> Choice:
         (name, tuple(value) if isinstance(value, (list, set, frozenset)) else value)
         for name, value in shape.items()
     )
-    return _answer(kind, device or device_name(), fields)
+    if device is None:
+        device = device_name()
+        if not _ext.has_backend(device):
+            text = f"this build runs nothing of {kind} on device '{device}'."
+            return Choice(None, "device_has_no_backend", text)
+    return _answer(kind, device, fields)
 
 
 # Layers ask at every call.

@@ -1,4 +1,4 @@
-"""python -m metal.manifest: writes metal/manifest.json, what the kernels expect of those who launch them.
+"""python -m metal.manifest: writes metal/manifest.json, what the kernels expect of a launch.
 
 The C++ side reads no Metal: it checks each dispatch against this list of kernels with their
 function constants, arguments and threadgroup memory. `--check` writes nothing and fails when the
@@ -42,7 +42,8 @@ def entry(info: KernelInfo, file: str, constants: dict[str, tuple[int, str]]) ->
         }
         if p.condition:
             argument["condition"] = p.condition
-            used.add(constants[p.condition][0]) if p.condition in constants else None
+            if p.condition in constants:
+                used.add(constants[p.condition][0])
         if p.reference and p.space == "constant":
             argument["size"] = p.size
         arguments.append(argument)
@@ -59,7 +60,7 @@ def entry(info: KernelInfo, file: str, constants: dict[str, tuple[int, str]]) ->
 
 
 def collect(folder: Path = FOLDER) -> list[dict[str, Any]]:
-    """The entries of every *.metal file of `folder`. Raises HostError for a source that is not valid."""
+    """The entries of every *.metal file of `folder`. Raises HostError for an invalid source."""
     entries = []
     for file in sorted(folder.glob("*.metal")):
         source = Source(file, metal=language(file))

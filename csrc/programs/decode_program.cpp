@@ -9,7 +9,6 @@ namespace {
 
 constexpr int kHeadDim = 256;   // of attention
 constexpr int kDeltaDim = 128;  // Dk and Dv of Gated DeltaNet
-constexpr int kFixedBlockFrom = 32768;
 
 // How a KV cache of `capacity` rows is cut (attention_decode.h).
 struct Splits {
@@ -29,7 +28,7 @@ struct Splits {
 
 Splits splits_of(const AttentionDims& a, int capacity, const DecodeOptions& options) {
   const bool shared = a.heads / a.kv_heads == 8 && a.head_dim == kHeadDim;
-  if (options.fixed_block && shared && capacity > kFixedBlockFrom) {
+  if (options.fixed_block_from >= 0 && shared && capacity > options.fixed_block_from) {
     return {ceil_div(capacity, 1024), 1024, 8};
   }
   return {capacity <= 1024 ? 8 : capacity <= 8192 ? 16 : 32, 0, 4};

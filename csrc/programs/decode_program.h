@@ -56,8 +56,9 @@ struct DecodeOptions {
   bool fuse_head = true;         // the first stage of argmax inside the head
   int pack = 4;                  // query heads of one KV head a threadgroup
   bool coalesced = true;         // neighbouring lanes read neighbouring bytes of the cache
-  bool fixed_block = true;       // splits of fixed length from 32K tokens of capacity
-  int context = 0;               // tokens attended to, for counts of bytes; 0: the capacity
+  int fixed_block_from =
+      32768;        // tokens of capacity above which splits have a fixed length; < 0: never
+  int context = 0;  // tokens attended to, for counts of bytes; 0: the capacity
 };
 
 struct DecodeProgram {

@@ -427,7 +427,7 @@ int Program::pipeline_of(const Dispatch& d) {
             [](const Constant& a, const Constant& b) { return a.id < b.id; });
   std::string key = d.kernel->name;
   for (const Constant& c : constants) {
-    key += "_" + std::to_string(c.id) + ":" + c.value.to_string();
+    key.append("_").append(std::to_string(c.id)).append(":").append(c.value.to_string());
   }
   auto it = std::find_if(pipelines_.begin(), pipelines_.end(),
                          [&](const Pipeline& p) { return p.key == key; });

@@ -216,9 +216,10 @@ std::shared_ptr<LayerProgram> project_program(Type t, const std::string& kernel,
   std::vector<SlotId> inputs{x}, outputs;
   std::vector<MatrixSlots> slots;
   for (size_t i = 0; i < matrices.size(); ++i) {
-    slots.push_back(b.matrix("w" + std::to_string(i), matrices[i]));
+    const std::string number = std::to_string(i);
+    slots.push_back(b.matrix(std::string("w").append(number), matrices[i]));
     append(inputs, slots.back());
-    outputs.push_back(b.output("y" + std::to_string(i),
+    outputs.push_back(b.output(std::string("y").append(number),
                                size_t(rows) * matrices[i].rows * (float32 ? 4 : size_of(t))));
   }
   add_project(b, "project", kernel, rows, x, slots, outputs, float32);

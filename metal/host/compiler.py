@@ -186,7 +186,7 @@ class Source:
         options = [
             *("-shared", "-fPIC", "-gline-tables-only", "-march=native", "-lm"),
             *(CHECKED_FLAGS if checked else ("-O3",)),
-            *(("-mtls-dialect=gnu2",) if os.uname().machine == "x86_64" else ()),
+            # No -mtls-dialect=gnu2: glibc before 2.39 does not save vector registers in it.
             f"-ffp-contract={contract}",
             *_constant_flags(values),
         ]

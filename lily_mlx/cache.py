@@ -55,10 +55,7 @@ def _lent(name: str) -> property:
     return property(read, write)
 
 
-# The names are mlx-lm's own: save_prompt_cache stores a class's name and looks it up there.
-class KVCache(_Lender, stock.KVCache):
-    """mlx_lm's KVCache."""
-
+class _KeysAndValues(_Lender):
     keys = _lent("keys")
     values = _lent("values")
 
@@ -70,6 +67,48 @@ class KVCache(_Lender, stock.KVCache):
 
     def _restore(self, keys: mx.array | None, values: mx.array | None) -> None:
         self.__dict__.update(keys=keys, values=values)
+
+
+# The names are mlx-lm's own: save_prompt_cache stores a class's name and looks it up there.
+class KVCache(_KeysAndValues, stock.KVCache):
+    """mlx_lm's KVCache."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the keys and values hold."""
+        return self.offset
+
+    def one_sequence(self, dtype: mx.Dtype) -> bool:
+        """Whether this holds one sequence, without padding, in `dtype`, or nothing yet."""
+        return _one_row(self.keys, dtype)
+
+    def count_one(self) -> None:
+        """Count the token that a step has added."""
+        self.offset += 1
+
+
+class BatchKVCache(_KeysAndValues, stock.BatchKVCache):
+    """mlx_lm's BatchKVCache, which its server uses for a single sequence too."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the keys and values hold."""
+        return self._idx
+
+    def one_sequence(self, dtype: mx.Dtype) -> bool:
+        """Whether this holds one sequence, without padding, in `dtype`, or nothing yet."""
+        # The padding last: reading it waits for the device.
+        return (
+            self.left_padding.size == 1
+            and self._right_padding is None
+            and _one_row(self.keys, dtype)
+            and self.left_padding.item() == 0
+        )
+
+    def count_one(self) -> None:
+        """Count the token that a step has added."""
+        self.offset = self.offset + 1
+        self._idx += 1
 
 
 class ArraysCache(_Lender, stock.ArraysCache):
@@ -85,8 +124,30 @@ class ArraysCache(_Lender, stock.ArraysCache):
     def _restore(self, conv_state: mx.array | None, state: mx.array | None) -> None:
         self.__dict__["cache"] = [conv_state, state]
 
+    def one_sequence(self, dtype: mx.Dtype) -> bool:
+        """Whether this holds one sequence, without padding, in `dtype`, or nothing yet."""
+        conv_state, state = self.cache
+        if self.lengths is not None or (conv_state is None) != (state is None):
+            return False
+        if not _one_row(conv_state, dtype) or not _one_row(state, mx.float32):
+            return False
+        padding = self.left_padding
+        return padding is None or (padding.size == 1 and padding.item() <= 0)
 
-_OURS = {stock.KVCache: KVCache, stock.ArraysCache: ArraysCache}
+    def count_one(self) -> None:
+        """Count the token that a step has added."""
+        self.advance(1)
+
+
+def _one_row(array: mx.array | None, dtype: mx.Dtype) -> bool:
+    return array is None or (array.shape[0] == 1 and array.dtype == dtype)
+
+
+_OURS = {
+    stock.KVCache: KVCache,
+    stock.BatchKVCache: BatchKVCache,
+    stock.ArraysCache: ArraysCache,
+}
 
 
 def adopt(cache: Any) -> bool:
@@ -99,4 +160,4 @@ def adopt(cache: Any) -> bool:
     """
     if type(cache) in _OURS:
         cache.__class__ = _OURS[type(cache)]
-    return type(cache) in (KVCache, ArraysCache)
+    return type(cache) in (KVCache, BatchKVCache, ArraysCache)

@@ -12,7 +12,7 @@ from mlx_lm.generate import generate_step as stock_generate_step
 from mlx_lm.sample_utils import greedy_sampler
 
 from lily_mlx import _ext
-from lily_mlx.cache import KVCache, adopt
+from lily_mlx.cache import ArraysCache, adopt
 from lily_mlx.layers import GatedDeltaNet, RMSNorm, SparseMoeBlock
 from lily_mlx.layers.linear import ask, weight_of
 from lily_mlx.loading import check_prompt
@@ -180,26 +180,9 @@ def session_for(plan: DecodePlan, caches: list[Any]) -> DecodeSession | None:
         session = loan[0]
         if all(getattr(c, "_loan", None) == (session, i) for i, c in enumerate(caches)):
             return session
-    if not all(_can_lend(c, plan.dtype) for c in caches):
+    if not all(adopt(c) and c.one_sequence(plan.dtype) for c in caches):
         return None
     return DecodeSession(plan, caches)
-
-
-def _can_lend(cache: Any, dtype: mx.Dtype) -> bool:
-    """One sequence, without padding, in the model's dtype."""
-    if not adopt(cache):
-        return False
-    if isinstance(cache, KVCache):
-        keys = cache.keys
-        return keys is None or (keys.shape[0] == 1 and keys.dtype == dtype)
-    if cache.lengths is not None or cache.left_padding is not None:
-        return False
-    conv_state, state = cache.cache
-    if (conv_state is None) != (state is None):
-        return False
-    return conv_state is None or (
-        conv_state.shape[0] == 1 and conv_state.dtype == dtype and state.dtype == mx.float32
-    )
 
 
 def step(
@@ -226,14 +209,14 @@ def step(
     session = session_for(plan, caches)
     if session is None:
         return None
-    attention = [c for c in caches if isinstance(c, KVCache)]
-    position = attention[0].offset
-    if any(c.offset != position for c in attention):
+    attention = [c for c in caches if not isinstance(c, ArraysCache)]
+    position = attention[0].tokens
+    if any(c.tokens != position for c in attention):
         return None
     out = _ext.decode_step(session.state, token, session.ticket, position, with_logits)
     session.ticket = out[0]
-    for cache in attention:
-        cache.offset = position + 1
+    for cache in caches:
+        cache.count_one()
     return out
 
 

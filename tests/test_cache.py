@@ -203,6 +203,73 @@ def test_saved_and_restored_caches_go_on_bit_for_bit(model, tmp_path):
     assert decode.step(model.language_model, mx.array([[1]]), restored) is not None
 
 
+def merged(lists):
+    """mlx-lm's batch caches from lists of caches, as its server makes them."""
+    return [type(rows[0]).merge(list(rows)) for rows in zip(*lists, strict=True)]
+
+
+def test_a_batch_of_one_is_decoded_by_the_step(model):
+    caches, ids = started(model)
+    expected = go_on(model, copy.deepcopy(caches), 9)
+    batch = merged([caches])
+    assert mx.array_equal(go_on(model, batch, 9), expected)
+    session = batch[0]._loan[0]
+    assert all(c._loan == (session, i) for i, c in enumerate(batch))
+    before = session.copied_bytes
+    mx.eval(go_on(model, batch, 5))
+    assert session.copied_bytes == before
+    assert batch[3]._idx == batch[3].offset.item() == ids.shape[1] + 14
+    # What comes out again is a cache of one sequence.
+    alone = [c.extract(0) for c in batch]
+    assert mx.array_equal(go_on(model, alone, 4, seed=2), go_on(model, batch, 4, seed=2))
+
+
+def test_a_new_batch_of_one_is_decoded_by_the_step(model):
+    """From empty caches, whose DeltaNet part counts its padding of nothing down."""
+    batch = merged([model.make_cache()])
+    assert batch[0].left_padding.tolist() == [0]
+    ids = models.prompt(model, 6)
+    model(ids[:, :3], cache=batch)
+    got = [model(ids[:, i : i + 1], cache=batch) for i in range(3, 6)]
+    assert batch[0]._loan is not None
+    assert mx.array_equal(mx.concatenate(got, axis=1), model(ids)[:, 3:])
+    assert batch[0].left_padding.tolist() == [-6]
+
+
+def test_a_batch_that_grows_and_shrinks_between_steps(model):
+    a, _ = started(model, 6, 3)
+    b, _ = started(model, 2, 2)
+    expected = [go_on(model, copy.deepcopy(c), 12) for c in (a, b)]
+    ids = models.prompt(model, 12, 9)
+    batch = merged([a])
+    got = [model(ids[:, i : i + 1], cache=batch) for i in range(4)]
+    assert batch[3]._loan is not None
+    for mine, other in zip(batch, merged([b]), strict=True):
+        mine.extend(other)
+    for i in range(4):  # the second row is four tokens behind the first
+        pair = mx.concatenate([ids[:, i + 4 : i + 5], ids[:, i : i + 1]])
+        got.append(model(pair, cache=batch))
+    assert mx.array_equal(mx.concatenate([g[:1] for g in got], axis=1), expected[0][:, :8])
+    for c in batch:
+        c.filter([1])
+    late = [g[1:] for g in got[4:]]
+    late += [model(ids[:, i : i + 1], cache=batch) for i in range(4, 12)]
+    assert batch[3]._loan is not None
+    assert mx.array_equal(mx.concatenate(late, axis=1), expected[1])
+
+
+def test_a_padded_row_runs_by_the_layers(model):
+    padded = [
+        ArraysCache(2, left_padding=[2]) if hasattr(c, "cache") else BatchKVCache([2])
+        for c in model.make_cache()
+    ]
+    ids = models.prompt(model, 6)
+    model(mx.concatenate([mx.array([[7, 7]]), ids[:, :5]], axis=1), cache=padded)
+    got = model(ids[:, 5:], cache=padded)
+    assert padded[3].__dict__.get("_loan") is None
+    assert mx.array_equal(got, model(ids)[:, 5:])
+
+
 def test_saved_padding_and_lengths_come_back(model, tmp_path):
     """Two left-padded rows, saved between two steps: both forms of mlx-lm's batch caches."""
     path = str(tmp_path / "batch.safetensors")

@@ -7,6 +7,7 @@ import mlx.nn as nn
 import models
 import pytest
 from mlx.utils import tree_map
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.generate import generate_step as stock_generate_step
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -286,3 +287,22 @@ def test_unknown_caches_decode_layer_by_layer():
     caches = [c if hasattr(c, "cache") else QuantizedKVCache(32, 8) for c in ours.make_cache()]
     assert decode.step(ours.language_model, mx.array([[1]]), caches) is None
     assert len(words(lily_mlx.generate_step, ours, ids, 5, prompt_cache=caches)) == 5
+
+
+def test_mlx_lms_batch_generator_with_one_request_runs_the_step():
+    """Its server's path: a single client must not lose the decode step."""
+    ours, exact = models.pair("plain", mx.float32)
+    ids = models.prompt(ours, 20)[0]
+    batch = BatchGenerator(ours, prefill_step_size=8)
+    batch.insert([ids.tolist()], max_tokens=[10])
+    got, lent = [], []
+    while len(got) < 10:
+        _, answers = batch.next()
+        got += [answer.token for answer in answers]
+        lent += [c.__dict__.get("_loan") for c in batch._generation_batch.prompt_cache]
+    batch.close()
+    assert got == words(stock_generate_step, exact, ids, 10)
+    # Once the prompt is through, one session holds every cache until the answer ends.
+    sessions = {loan[0] for loan in lent if loan is not None}
+    assert len(sessions) == 1 and all(loan is not None for loan in lent)
+    assert sessions.pop().copied_bytes == 0

@@ -186,7 +186,10 @@ class Source:
         options = [
             *("-shared", "-fPIC", "-gline-tables-only", "-march=native", "-lm"),
             *(CHECKED_FLAGS if checked else ("-O3",)),
-            # No -mtls-dialect=gnu2: glibc before 2.39 does not save vector registers in it.
+            # The first touch of a thread's copy of a variable calls the C library, which may change
+            # vector registers: glibc before 2.39 all of them with -mtls-dialect=gnu2, and without it
+            # xmm16 to xmm31, of which clang does not know.
+            *(("-mno-avx512f",) if os.uname().machine == "x86_64" else ()),
             f"-ffp-contract={contract}",
             *_constant_flags(values),
         ]

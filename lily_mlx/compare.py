@@ -592,9 +592,11 @@ def render(report: dict[str, Any], decode: Callable[[list[int]], str] | None = N
         decode: turns token ids into text, to show the tokens of a difference.
     """
     settings = report["settings"]
+    many = settings["rounds"] > 1
     parts = [
         render_grid(*table(report)),
-        f"Medians of {settings['rounds']} rounds; {settings['decode_tokens']} tokens decoded "
+        (f"Medians of {settings['rounds']} rounds" if many else "One round")
+        + f"; {settings['decode_tokens']} tokens decoded "
         f"greedily; prompts: {settings['prompts']}.",
     ]
     if busy(report):

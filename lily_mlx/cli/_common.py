@@ -9,22 +9,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lily_mlx.private import private_copy
-
 USAGE_ERROR = 2  # bad input, as argparse exits
 INTERNAL_ERROR = 1
-
-__all__ = [
-    "Parsed",
-    "add_engine_flags",
-    "add_traceback_flag",
-    "arguments_of",
-    "guarded",
-    "loader",
-    "positive",
-    "private_copy",
-    "sentence",
-]
 
 # What bad input raises, here and in MLX, mlx-lm, transformers and huggingface_hub.
 BAD_INPUT = (ValueError, OSError, KeyError, RuntimeError, ImportError)

@@ -186,10 +186,10 @@ class Source:
         options = [
             *("-shared", "-fPIC", "-gline-tables-only", "-march=native", "-lm"),
             *(CHECKED_FLAGS if checked else ("-O3",)),
-            # The first touch of a thread's copy of a variable calls the C library, which may change
-            # vector registers: glibc before 2.39 all of them with -mtls-dialect=gnu2, and without it
-            # xmm16 to xmm31, of which clang does not know.
-            *(("-mno-avx512f",) if os.uname().machine == "x86_64" else ()),
+            # The first touch of a thread's variable calls the C library, which may change vector
+            # registers that clang takes for kept: glibc before 2.39 all of them in TLS descriptors,
+            # and xmm16 to xmm31 in __tls_get_addr. Emulated, it is an ordinary call.
+            "-femulated-tls",
             f"-ffp-contract={contract}",
             *_constant_flags(values),
         ]

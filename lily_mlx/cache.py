@@ -19,10 +19,12 @@ class _Lender:
     _loan: tuple[Any, int] | None = None  # (session, layer) while the arrays are lent
 
     def _take_back(self) -> None:
-        loan = self.__dict__.pop("_loan", None)
-        if loan is not None:
-            session, layer = loan
-            self._restore(*session.take(layer))
+        if self._loan is None:
+            return
+        session, layer = self._loan
+        arrays = session.take(layer)  # runs steps, which may fail: then the loan stands
+        self._loan = None
+        self._restore(*arrays)
 
     def __getstate__(self) -> dict[str, Any]:
         # copy, deepcopy and pickle read the state through here.

@@ -378,6 +378,22 @@ def test_caches_survive_a_step_that_refuses_one_of_them(model):
     assert mx.array_equal(go_on(model, caches), expected)
 
 
+def test_a_pending_step_that_fails_does_not_empty_the_caches(model):
+    caches, ids = started(model)
+    before = snapshot(copy.deepcopy(caches))
+    mx.eval(model(ids[:, :1], cache=caches))
+    model(mx.array([[288]]), cache=caches)  # outside the vocabulary: fails when it is run
+    with pytest.raises(Exception, match="token id 288"):
+        _ = caches[3].keys
+    # The caches still hold what was there before the failed step.
+    assert caches[3].offset == ids.shape[1] + 2
+    now = copy.deepcopy(caches)
+    seen = ids.shape[1]
+    keys = now[3].keys[..., :seen, :].astype(mx.float32)
+    assert mx.array_equal(keys, before[3][0][..., :seen, :])
+    assert all(a is not None for c in now[:3] for a in c.cache)
+
+
 def test_wrong_caches_are_refused_or_run_by_the_layers(model):
     with pytest.raises(ValueError, match="layer 3"):
         caches = model.make_cache()

@@ -21,7 +21,7 @@ import mlx.core as mx
 import pytest
 import tiny
 
-from lily_mlx import cli
+from lily_mlx import BUNDLED_MODEL, cli
 from lily_mlx.cli import _common, attach, generate, info
 from lily_mlx.private import private_copy
 
@@ -125,7 +125,10 @@ def test_traceback_is_shown_when_asked_for(folder, capsys):
         (["--max-tokens", "0"], "--max-tokens 0"),
         (["--prefill-step-size", "0"], "--prefill-step-size 0"),
         (["--prompt-cache-file", "/nowhere/cache.safetensors"], "/nowhere/cache.safetensors"),
-        (["--chat-template-config", "{"], "Expecting property name"),
+        (["--prompt-cache-file", BUNDLED_MODEL / "model.safetensors"], "is no prompt cache"),
+        (["--chat-template-config", "{"], "--chat-template-config { is no JSON object"),
+        (["--chat-template-config", "[1]"], "--chat-template-config [1] is no JSON object"),
+        (["--seed", "-1"], "--seed -1"),
         (["--adapter-path", "/nowhere/adapter"], "/nowhere/adapter"),
         (["--ignore-chat-template", "--prompt", ""], "no tokens"),
         (["--ignore-chat-template", "--prompt", "word " * 300], "max_position_embeddings"),
@@ -284,8 +287,6 @@ def endless(tmp_path_factory):
 
 
 def test_without_model_the_bundled_one_is_used(capsys):
-    from lily_mlx import BUNDLED_MODEL
-
     assert written(["--max-tokens", "2", "--verbose", "F"], capsys).strip()
     info.main(["--json"])
     assert json.loads(capsys.readouterr().out)["model"]["path"] == str(BUNDLED_MODEL)

@@ -2,9 +2,11 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings_cuda.h"
 #include "bindings_host.h"
 #include "bindings_program.h"
 #include "bindings_programs.h"
@@ -153,6 +155,17 @@ void bind_decode(nb::module_& m) {
           "layer"_a, "first"_a.none(), "second"_a.none())
       .def(
           "take", [](State& self, int layer) { return self.shared->take(layer); }, "layer"_a)
+      .def(
+          "profile",
+          [](State& self, mx::StreamOrDevice stream) {
+            std::vector<std::tuple<std::string, size_t, double>> rows;
+            for (const auto& t : self.shared->profile(stream)) {
+              rows.emplace_back(t.label, t.dispatches, t.seconds);
+            }
+            return rows;
+          },
+          nb::kw_only(), "stream"_a = nb::none(),
+          "(label, dispatches, seconds) of the last step's kernels on a GPU.")
       .def_prop_ro("whole", [](const State& self) { return self.shared->whole(); })
       .def_prop_ro("copied_bytes", [](const State& self) { return self.shared->copied_bytes(); })
       .def_prop_ro("grown_bytes", [](const State& self) { return self.shared->grown_bytes(); });
@@ -190,5 +203,6 @@ NB_MODULE(_ext, m) {
   lily::bind_decode(m);
   lily::bind_program(m);
   lily::bind_host(m);
+  lily::bind_cuda(m);
   lily::bind_programs(m);
 }

@@ -11,12 +11,12 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 from mlx_lm.generate import generate_step as stock_generate_step
 from mlx_lm.sample_utils import greedy_sampler
 
-from lily_mlx import _ext
+from lily_mlx import _ext, kernels, ptx, trace
 from lily_mlx.cache import ArraysCache, adopt
 from lily_mlx.layers import GatedDeltaNet, RMSNorm, SparseMoeBlock
 from lily_mlx.layers.linear import ask, weight_of
 from lily_mlx.loading import check_prompt
-from lily_mlx.selection import Choice
+from lily_mlx.selection import Choice, device_name
 
 
 class DecodePlan:
@@ -29,6 +29,8 @@ class DecodePlan:
             ValueError: arrays whose shapes do not fit each other.
         """
         self.choice = decode_choice(text_model)
+        if self.choice and device_name() == "cuda":
+            self.choice = _cuda_choice(text_model, self.choice)
         self._watch = _watch(text_model)
         self.native = _native_plan(text_model) if self.choice else None
         self.dtype = activation_dtype(text_model)
@@ -87,9 +89,9 @@ def decode_choice(text_model: nn.Module) -> Choice:
             return Choice(None, "module", "a dense MLP decodes layer by layer.")
         mixer = layer.linear_attn if layer.is_linear else layer.self_attn
         for part in (mixer, layer.mlp):
-            choice = part.choice(dtype)
-            if not choice:
-                return choice
+            refused = part.refusal()
+            if refused is not None:
+                return refused
         if not layer.is_linear:
             attention = mixer
         linears += _mixer_linears(mixer) + layer.mlp.linears()
@@ -112,6 +114,25 @@ def decode_choice(text_model: nn.Module) -> Choice:
         top_k=args.num_experts_per_tok,
         training=text_model.training,
     )
+
+
+def _cuda_choice(text_model: nn.Module, choice: Choice) -> Choice:
+    """The choice on an NVIDIA GPU: the kernels must have been compiled ahead of time."""
+    if not _ext.built_with_cuda:
+        text = "lily_mlx was built without NVIDIA support; build it where mlx[cuda13] is installed."
+        return Choice(None, "device_has_no_backend", text)
+    shapes = trace.dims(text_model)
+    kernels.load()
+    refused = _ext.decode_refusal(shapes)
+    if refused:
+        return Choice(None, "module", f"{refused}.")
+    ptx.register(_ext.cuda_add_kernel)
+    needed = ptx.decode_pipelines(shapes, ptx.CAPACITIES)
+    missing = [key for key in needed if not _ext.cuda_has_kernel(key)]
+    if missing:
+        text = f"{len(missing)} of {len(needed)} kernels are not compiled: python -m lily_mlx.ptx."
+        return Choice(None, "no_ptx", text)
+    return choice
 
 
 def _mixer_linears(mixer: nn.Module) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """The kernels' PTX: built ahead of time from the Metal source, loaded by the NVIDIA driver.
 
 A pipeline is a kernel with its function constants, which depend on the model's shapes; the package
-carries the PTX of the pipelines that it names in `lily_mlx/ptx/index.json`. `python -m
+carries the PTX of the pipelines that `ptx_kernels/index.json` names. `python -m
 lily_mlx.ptx --model DIR` adds those of another model (from a checkout, with clang-19).
 """
 
@@ -62,6 +62,7 @@ def build(pipelines: Iterable[dict[str, Any]], sources: Path, folder: Path = FOL
     built = 0
     for pipeline in pipelines:
         source = Source(sources / pipeline["file"])
+        source.check()
         values = source.constant_values(pipeline["constants"])
         text = source.ptx(values, contract="fast", arch=ARCHITECTURE).read_text()
         entry = cuda_tools.entry_name(pipeline["kernel"])
@@ -111,18 +112,42 @@ def only_entry(ptx: str, entry: str) -> str:
 def _write(path: Path, text: str) -> None:
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         file.write(text)
+    os.chmod(file.name, 0o644)
     os.replace(file.name, path)
 
 
+def decode_pipelines(text_shapes: dict[str, Any], capacities: Iterable[int]) -> dict[str, Any]:
+    """The pipelines of a decode step, by key, over KV capacities on every side of its switches."""
+    from lily_mlx import _ext, kernels
+
+    kernels.load()
+    found: dict[str, Any] = {}
+    for capacity in capacities:
+        program = _ext.decode_program(text_shapes, capacity, {"logits": True}).program
+        found |= {pipeline["key"]: pipeline for pipeline in program.pipelines}
+    return found
+
+
+CAPACITIES = (256, 1024, 1280, 8192, 8448, 32768, 33024, 131072 + 256)
+"""KV capacities that between them use every way to cut the cache."""
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Compile the pipelines of the given models (the 35B shapes and the bundled model by default)."""
-    import lily_mlx.trace as trace
+    """Compile the decode step's pipelines for the given models (by default the bundled one)."""
+    import lily_mlx
+    from lily_mlx import kernels, trace
+    from lily_mlx.loading import load
 
     parser = argparse.ArgumentParser(prog="lily_mlx.ptx", description=main.__doc__)
     parser.add_argument("--model", action="append", help="a model folder; may be repeated")
     parser.add_argument("--output", type=Path, default=FOLDER, help="where the PTX goes")
     arguments = parser.parse_args(argv)
-    raise SystemExit(trace.build_ptx(arguments.model, arguments.output))
+    found: dict[str, Any] = {}
+    for path in arguments.model or [str(lily_mlx.BUNDLED_MODEL)]:
+        model, _ = load(path, lazy=True)
+        found |= decode_pipelines(trace.dims(model.language_model), CAPACITIES)
+    count = build(found.values(), kernels.folder(), arguments.output)
+    print(f"{arguments.output}: {len(found)} pipelines, {count} compiled now")
 
 
 if __name__ == "__main__":

@@ -199,14 +199,18 @@ void CudaEncoder::encode(const Program& program, const Bindings& bindings) {
   }
 }
 
-CudaGraph::CudaGraph(const Program& program, const Bindings& bindings) {
+CudaGraph::CudaGraph(const Program& program, const Bindings& bindings, const std::string* label) {
   CUgraph graph = nullptr;
   check_cuda(cuGraphCreate(&graph, 0), "creating a graph");
   try {
     const Schedule& schedule = bindings.schedule();
     std::vector<CUgraphNode> nodes(program.dispatches().size());
+    CUgraphNode last = nullptr;
     for (int index : schedule.order) {
       const Dispatch& d = program.dispatches()[index];
+      if (label != nullptr && d.name != *label) {
+        continue;
+      }
       Parameters parameters(bindings, d);
       CUDA_KERNEL_NODE_PARAMS node = {};
       node.func = cuda_kernels().at(program.pipelines()[d.pipeline]);
@@ -220,11 +224,17 @@ CudaGraph::CudaGraph(const Program& program, const Bindings& bindings) {
       node.kernelParams = parameters.data();
       allow_shared(node.func, node.sharedMemBytes, d.kernel->name);
       std::vector<CUgraphNode> before;
-      for (int p : schedule.predecessors[index]) {
-        before.push_back(nodes[p]);
+      if (label != nullptr) {
+        before.assign(size_ > 0 ? 1 : 0, last);
+      } else {
+        for (int p : schedule.predecessors[index]) {
+          before.push_back(nodes[p]);
+        }
       }
       check_cuda(cuGraphAddKernelNode(&nodes[index], graph, before.data(), before.size(), &node),
                  "adding " + d.kernel->name + " (" + d.name + ")");
+      last = nodes[index];
+      ++size_;
     }
     check_cuda(cuGraphInstantiate(&executable_, graph, 0), "instantiating " + program.name());
   } catch (...) {

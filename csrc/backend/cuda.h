@@ -64,15 +64,20 @@ class CudaEncoder : public Encoder {
 // dependencies.
 class CudaGraph {
  public:
-  CudaGraph(const Program& program, const Bindings& bindings);
+  // With `label`, only the dispatches of that label, one after another: for timing them.
+  CudaGraph(const Program& program, const Bindings& bindings, const std::string* label = nullptr);
   ~CudaGraph();
   CudaGraph(const CudaGraph&) = delete;
   CudaGraph& operator=(const CudaGraph&) = delete;
 
   void launch(CUstream stream);
+  size_t size() const {
+    return size_;
+  }
 
  private:
   CUgraphExec executable_ = nullptr;
+  size_t size_ = 0;
 };
 
 // The device memory behind an evaluated array, and its Buffer.

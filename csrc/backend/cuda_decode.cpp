@@ -10,7 +10,7 @@
 #include "primitives/decode.h"
 #include "primitives/gpu_decode.h"
 #include "programs/decode_program.h"
-#include "programs/plan_dims.h"
+#include "programs/metal_host.h"
 
 namespace lily {
 namespace {
@@ -36,6 +36,12 @@ class CudaDecode : public GpuDecode {
     const std::string refusal = decode_refusal(dims_);
     if (!refusal.empty()) {
       throw std::invalid_argument("lily_mlx, NVIDIA: no decode kernel: " + refusal);
+    }
+    for (const mx::array* a : plan.arrays()) {
+      if (!a->flags().row_contiguous) {
+        throw std::invalid_argument("lily_mlx, NVIDIA: a weight of shape " + shape_text(*a) +
+                                    " is not contiguous; make it so with mx.contiguous");
+      }
     }
   }
 
@@ -79,6 +85,43 @@ class CudaDecode : public GpuDecode {
       graphs.clear();
     });
     retired_.clear();
+  }
+
+  std::vector<Timing> profile(mx::Stream s) override {
+    if (!last_bindings_) {
+      throw std::runtime_error("profile: no step has run yet");
+    }
+    auto& encoder = mx::cu::get_command_encoder(s);
+    encoder.device().make_current();
+    encoder.commit();
+    const CUstream stream = encoder.stream();
+    CUevent begin, end;
+    check_cuda(cuEventCreate(&begin, 0), "an event");
+    check_cuda(cuEventCreate(&end, 0), "an event");
+    std::vector<std::string> labels;
+    for (const Dispatch& d : program_->program.dispatches()) {
+      if (std::find(labels.begin(), labels.end(), d.name) == labels.end()) {
+        labels.push_back(d.name);
+      }
+    }
+    std::vector<Timing> timings;
+    for (const std::string& label : labels) {
+      CudaGraph graph(program_->program, *last_bindings_, &label);
+      float best = 1e30f;
+      for (int i = 0; i < 6; ++i) {  // the first warms up
+        float ms = 0;
+        check_cuda(cuEventRecord(begin, stream), "an event");
+        graph.launch(stream);
+        check_cuda(cuEventRecord(end, stream), "an event");
+        check_cuda(cuEventSynchronize(end), "timing " + label);
+        check_cuda(cuEventElapsedTime(&ms, begin, end), "an event");
+        best = std::min(best, ms);
+      }
+      timings.push_back({label, graph.size(), best * 1e-3});
+    }
+    cuEventDestroy(begin);
+    cuEventDestroy(end);
+    return timings;
   }
 
  private:
@@ -156,6 +199,7 @@ class CudaDecode : public GpuDecode {
     capacities_ = capacities(layers);
     DecodeOptions options;
     options.logits = true;
+    last_bindings_.reset();
     program_ = decode_program(dims_, capacities_, options);
     retire();
     arena_ =
@@ -210,7 +254,8 @@ class CudaDecode : public GpuDecode {
     if (graphs_.size() >= kGraphs) {
       retire();
     }
-    Bindings bindings(program_->program);
+    last_bindings_.emplace(program_->program);
+    Bindings& bindings = *last_bindings_;
     auto bind = [&](SlotId slot, const mx::array& a) { bindings.bind(slot, device_buffer(a)); };
     const auto arrays = plan_.arrays();
     for (size_t i = 0; i < arrays.size(); ++i) {
@@ -245,6 +290,7 @@ class CudaDecode : public GpuDecode {
   const DecodePlan& plan_;  // the state that owns this keeps it alive
   DecodeDims dims_;
   std::shared_ptr<DecodeProgram> program_;
+  std::optional<Bindings> last_bindings_;  // after program_, which it points to
   std::vector<int> capacities_;
   std::optional<mx::array> arena_, token_, position_, next_, logits_;
   std::vector<mx::array> tables_;

@@ -85,14 +85,28 @@ Format append(const Weight& w, std::vector<mx::array>& inputs) {
 
 namespace {
 
-Matrix make_matrix(const mx::array& w, const mx::array* s, const mx::array* b, Format format) {
-  auto check = [](const mx::array& a) {
-    if (a.strides(-1) != 1 && a.shape(-1) != 1) {
+void check_contiguous(const mx::array& a) {
+  if (a.strides(-1) != 1 && a.shape(-1) != 1) {
+    throw std::invalid_argument(
+        "a weight of shape " + shape_text(a) +
+        " is not contiguous along its last axis; make it so with mx.contiguous");
+  }
+}
+
+void check_arrays(const mx::array& w, const mx::array* s, const mx::array* b) {
+  check_contiguous(w);
+  if (s != nullptr) {
+    check_contiguous(*s);
+    check_contiguous(*b);
+    if (s->strides() != b->strides()) {
       throw std::invalid_argument(
-          "a weight of shape " + shape_text(a) +
-          " is not contiguous along its last axis; make it so with mx.contiguous");
+          "scales and biases of one weight differ in strides; make them contiguous");
     }
-  };
+  }
+}
+
+Matrix make_matrix(const mx::array& w, const mx::array* s, const mx::array* b, Format format) {
+  check_arrays(w, s, b);
   const bool experts = w.ndim() == 3;
   Matrix m;
   m.bits = format.bits;
@@ -101,17 +115,10 @@ Matrix make_matrix(const mx::array& w, const mx::array* s, const mx::array* b, F
   m.weight = w.data<char>();
   m.weight_row = w.strides(-2) * static_cast<int64_t>(w.itemsize());
   m.weight_expert = experts ? w.strides(0) * static_cast<int64_t>(w.itemsize()) : 0;
-  check(w);
   if (format.bits == 0) {
     m.type = type_of(w.dtype(), "weight");
     m.cols = w.shape(-1);
     return m;
-  }
-  check(*s);
-  check(*b);
-  if (s->strides() != b->strides()) {
-    throw std::invalid_argument(
-        "scales and biases of one weight differ in strides; make them contiguous");
   }
   m.type = type_of(s->dtype(), "scales");
   m.cols = w.shape(-1) * (32 / format.bits);
@@ -137,6 +144,10 @@ Matrix matrix_at(const std::vector<mx::array>& inputs, size_t& cursor, Format fo
 Matrix matrix_of(const Weight& w) {
   return make_matrix(w.weight, w.scales ? &*w.scales : nullptr, w.biases ? &*w.biases : nullptr,
                      {w.bits, w.group});
+}
+
+void check_layout(const Weight& w) {
+  check_arrays(w.weight, w.scales ? &*w.scales : nullptr, w.biases ? &*w.biases : nullptr);
 }
 
 void check_columns(const char* op, const char* name, const Weight& w, int cols) {

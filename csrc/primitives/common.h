@@ -55,6 +55,9 @@ Format append(const Weight& w, std::vector<mx::array>& inputs);
 // Reads the matrix at inputs[cursor] and moves the cursor past it. Evaluated arrays only.
 Matrix matrix_at(const std::vector<mx::array>& inputs, size_t& cursor, Format format);
 Matrix matrix_of(const Weight& w);
+// Throws unless the evaluated arrays lie in memory as a Matrix can. Touches no data, which on a GPU
+// would move it.
+void check_layout(const Weight& w);
 
 // Throws unless x's last axis is w's columns.
 void check_columns(const char* op, const char* name, const Weight& w, int cols);

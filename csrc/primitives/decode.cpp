@@ -388,8 +388,8 @@ void DecodePlan::prepare() {
   }
   mx::eval(all);
   // Throws on a layout that a matrix cannot have, here rather than in the first step.
-  matrix_of(embedding);
-  matrix_of(head);
+  check_layout(embedding);
+  check_layout(head);
   for (const DecodeLayer& layer : layers) {
     for (auto* a : {&layer.input_norm, &layer.post_norm}) {
       if (!a->flags().row_contiguous) {
@@ -397,12 +397,12 @@ void DecodePlan::prepare() {
       }
     }
     for (auto* w : layer.moe.weights()) {
-      matrix_of(*w);
+      check_layout(*w);
     }
     if (layer.delta) {
       for (auto* w : {&layer.delta->qkv, &layer.delta->z, &layer.delta->b, &layer.delta->a,
                       &layer.delta->out}) {
-        matrix_of(*w);
+        check_layout(*w);
       }
       for (auto* a :
            {&layer.delta->conv, &layer.delta->A_log, &layer.delta->dt_bias, &layer.delta->norm}) {
@@ -413,7 +413,7 @@ void DecodePlan::prepare() {
     } else {
       for (auto* w :
            {&layer.attention->q, &layer.attention->k, &layer.attention->v, &layer.attention->out}) {
-        matrix_of(*w);
+        check_layout(*w);
       }
     }
   }

@@ -77,6 +77,10 @@ class DecodeState {
   int64_t grown_bytes() const {
     return grown_bytes_;
   }
+  // See GpuDecode::profile; empty on the CPU.
+  std::vector<GpuDecode::Timing> profile(mx::StreamOrDevice s = {}) {
+    return gpu_ ? gpu_->profile(mx::to_stream(s)) : std::vector<GpuDecode::Timing>{};
+  }
   bool whole() const {
     return whole_;
   }

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "mlx/array.h"
@@ -28,6 +29,15 @@ class GpuDecode {
   virtual void step(std::vector<CachePair>& layers, int position, const mlx::core::array& token,
                     std::vector<mlx::core::array>& out, mlx::core::Stream stream, int64_t& copied,
                     int64_t& grown, std::shared_ptr<void> owner) = 0;
+
+  // Times the last step's kernels on the caches as they are: the dispatches of one label run after
+  // each other, over all layers, so that weights come from memory. Results are not kept.
+  struct Timing {
+    std::string label;
+    size_t dispatches;
+    double seconds;  // of all of them
+  };
+  virtual std::vector<Timing> profile(mlx::core::Stream stream) = 0;
 };
 
 // The backend of this build, or an error that names the way out. Defined by the backend that is

@@ -17,11 +17,18 @@ from lily_mlx.selection import Choice, query
 class Attention(Qwen3NextAttention):
     """Stock's layer with q/k norm and rotary in one primitive, attention and gate in another."""
 
-    def choice(self, dtype: mx.Dtype, mask: Any = "causal") -> Choice:
-        """The kernel that serves this layer for activations of `dtype`, or why none does."""
+    def refusal(self) -> Choice | None:
+        """Why lily's primitives cannot stand in for this module as it is now, or None."""
         rope = self.rope
         if type(rope) is not nn.RoPE or rope.traditional or rope.scale != 1.0:
             return Choice(None, "rope", f"{type(rope).__name__} with scaling has no kernel.")
+        return None
+
+    def choice(self, dtype: mx.Dtype, mask: Any = "causal") -> Choice:
+        """The kernel that serves this layer for activations of `dtype`, or why none does."""
+        refused = self.refusal()
+        if refused is not None:
+            return refused
         return query(
             "attention",
             dtype=dtype,

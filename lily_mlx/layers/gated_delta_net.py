@@ -16,12 +16,19 @@ from lily_mlx.selection import Choice, query
 class GatedDeltaNet(qwen3_5.GatedDeltaNet):
     """Stock's layer with its convolution, gates, delta rule and gated norm in one primitive."""
 
-    def choice(self, dtype: mx.Dtype) -> Choice:
-        """The kernel that serves this layer for activations of `dtype`, or why none does."""
+    def refusal(self) -> Choice | None:
+        """Why lily's primitives cannot stand in for this module as it is now, or None."""
         if self.sharding_group is not None:
             return Choice(None, "sharded", "a sharded layer runs the stock ops.")
         if type(self.conv1d) is not nn.Conv1d or "bias" in self.conv1d:
             return Choice(None, "module", "conv1d is no plain convolution without bias.")
+        return None
+
+    def choice(self, dtype: mx.Dtype) -> Choice:
+        """The kernel that serves this layer for activations of `dtype`, or why none does."""
+        refused = self.refusal()
+        if refused is not None:
+            return refused
         return query(
             "gated_delta",
             dtype=dtype,

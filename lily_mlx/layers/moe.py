@@ -25,13 +25,20 @@ class SparseMoeBlock(Qwen3NextSparseMoeBlock):
             self.shared_expert_gate,
         ]  # fmt: skip
 
-    def choice(self, dtype: mx.Dtype) -> Choice:
-        """The kernel that serves this block for activations of `dtype`, or why none does."""
+    def refusal(self) -> Choice | None:
+        """Why lily's primitive cannot stand in for this block as it is now, or None."""
         if self.sharding_group is not None:
             return Choice(None, "sharded", "a sharded block runs the stock ops.")
         if type(self.switch_mlp) is not SwitchGLU:
             name = type(self.switch_mlp).__name__
             return Choice(None, "module", f"{name} has no kernel; SwitchGLU has.")
+        return None
+
+    def choice(self, dtype: mx.Dtype) -> Choice:
+        """The kernel that serves this block for activations of `dtype`, or why none does."""
+        refused = self.refusal()
+        if refused is not None:
+            return refused
         return ask(
             "moe",
             *self.linears(),

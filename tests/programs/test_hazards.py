@@ -1,0 +1,68 @@
+"""Every pair of launches that touch the same bytes is kept apart; planted mistakes are found."""
+
+import pytest
+
+from benchmarks import ledger
+from lily_mlx import _ext
+from lily_mlx.trace import dims
+
+SWITCHES = (
+    "fuse_norm", "fuse_projections", "fuse_residual", "fuse_delta", "fuse_route", "fuse_shared",
+    "fuse_head", "coalesced",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shapes():
+    """Those of the 35B model."""
+    return dims(ledger.model().language_model)
+
+
+@pytest.mark.parametrize("off", [None, *SWITCHES])
+def test_no_pair_of_the_decode_step_conflicts(shapes, off):
+    options = {} if off is None else {off: False}
+    program = _ext.decode_program(shapes, 256, {"logits": True, **options}).program
+    assert program.check_hazards() == []
+
+
+@pytest.mark.parametrize("capacity", [256, 32768, 131072 + 256])
+def test_no_pair_conflicts_at_any_capacity(shapes, capacity):
+    program = _ext.decode_program(shapes, capacity).program
+    assert program.check_hazards() == []
+    assert len(program) == 263
+
+
+@pytest.mark.parametrize("scan", ["norm", "apart", "block", "chunk"])
+@pytest.mark.parametrize("tokens", [1, 7, 600])
+def test_no_pair_of_a_prefill_chunk_conflicts(shapes, scan, tokens):
+    few = {**shapes, "layers": shapes["layers"][2:4]}  # one layer of each kind
+    assert _ext.prefill_program(few, tokens, scan=scan).program.check_hazards() == []
+
+
+def test_tensor_operations_have_kernels_for_the_same_chunk(shapes):
+    few = {**shapes, "layers": shapes["layers"][2:4]}
+    program = _ext.prefill_program(few, 600, tensor_operations=True).program
+    assert program.check_hazards() == []
+    assert any(p["file"].endswith("_nax.metal") for p in program.pipelines)
+
+
+def test_a_level_too_low_is_found(shapes):
+    few = {**shapes, "layers": shapes["layers"][2:4]}
+    program = _ext.decode_program(few, 256).program
+    rows = [program.describe(i) for i in range(len(program))]
+    levels, after = [r["level"] for r in rows], [r["after"] for r in rows]
+    assert program.check_hazards(levels=levels, after=after) == []
+    for i in range(1, len(program)):
+        lowered = [*levels[:i], levels[i] - 1, *levels[i + 1 :]]
+        found = program.check_hazards(levels=lowered, after=after)
+        assert any(h["second"] == i or h["first"] == i for h in found), rows[i]["label"]
+
+
+def test_a_missing_edge_is_found(shapes):
+    few = {**shapes, "layers": shapes["layers"][3:4]}
+    program = _ext.decode_program(few, 256).program
+    rows = [program.describe(i) for i in range(len(program))]
+    levels, after = [r["level"] for r in rows], [r["after"] for r in rows]
+    for i in range(1, len(program)):
+        found = program.check_hazards(levels=levels, after=[*after[:i], [], *after[i + 1 :]])
+        assert found, rows[i]["label"]

@@ -1,5 +1,6 @@
 #include "kernels.h"
 
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <set>
@@ -143,10 +144,13 @@ ScalarType parse_type(const std::string& text) {
 std::string Value::to_string() const {
   auto as = [this](auto zero) {
     std::memcpy(&zero, bytes.data(), sizeof zero);
-    std::ostringstream out;
-    out.precision(9);  // tells any two floats apart: pipeline keys are made of this
-    out << zero;
-    return out.str();
+    if constexpr (std::is_integral_v<decltype(zero)>) {
+      return std::to_string(zero);
+    } else {
+      char text[32];  // nine digits tell any two floats apart: pipeline keys are made of this
+      std::snprintf(text, sizeof text, "%.9g", static_cast<double>(zero));
+      return std::string(text);
+    }
   };
   switch (type) {
     case ScalarType::boolean:

@@ -1,8 +1,7 @@
 #include "backend/cuda.h"
 
 #include <algorithm>
-#include <fstream>
-#include <iterator>
+#include <cstdio>
 #include <stdexcept>
 #include <vector>
 
@@ -117,6 +116,24 @@ void allow_shared(CUfunction f, uint32_t bytes, const std::string& name) {
 
 }  // namespace
 
+namespace {
+
+std::string read_file(const std::string& path) {
+  std::FILE* file = std::fopen(path.c_str(), "rb");
+  if (file == nullptr) {
+    throw std::runtime_error("cannot read " + path + "; install lily_mlx again");
+  }
+  std::string text;
+  char block[1 << 16];
+  for (size_t n; (n = std::fread(block, 1, sizeof block, file)) > 0;) {
+    text.append(block, n);
+  }
+  std::fclose(file);
+  return text;
+}
+
+}  // namespace
+
 void check_cuda(CUresult result, const std::string& what) {
   if (result != CUDA_SUCCESS) {
     const char* text = nullptr;
@@ -152,11 +169,7 @@ CUfunction CudaKernels::at(const Pipeline& pipeline) {
   if (entry.function == nullptr) {
     CUmodule& module = modules_[entry.file];
     if (module == nullptr) {
-      std::ifstream in(entry.file, std::ios::binary);
-      std::string text((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
-      if (!in) {
-        throw std::runtime_error("cannot read " + entry.file + "; install lily_mlx again");
-      }
+      const std::string text = read_file(entry.file);
       check_cuda(cuModuleLoadData(&module, text.c_str()), "loading " + entry.file);
     }
     check_cuda(cuModuleGetFunction(&entry.function, module, entry.name.c_str()),

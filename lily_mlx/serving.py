@@ -26,8 +26,10 @@ def isolate_requests(command: ModuleType) -> None:
     """Give a private copy of mlx_lm.server a request queue and a prompt cache that outlive errors.
 
     Args:
-        command: the copy; its ResponseGenerator, LRUPromptCache and _run_http_server are replaced.
+        command: the copy; its ResponseGenerator, LRUPromptCache and _run_http_server are replaced,
+            and its `generation_has_run` says whether there was a generation thread.
     """
+    command.generation_has_run = False
     command.ResponseGenerator = _response_generator(command)
     command.LRUPromptCache = _prompt_cache(command.LRUPromptCache)
     serve = command._run_http_server
@@ -44,20 +46,17 @@ def isolate_requests(command: ModuleType) -> None:
     command._run_http_server = serve_and_stop
 
 
-def leave(code: Any) -> None:
-    """End the process with `code`, if a generation thread has run in it.
+def leave(command: ModuleType, code: Any) -> None:
+    """End the process with `code`, if this command's generation thread has run in it.
 
     MLX frees a thread's objects after Python has joined it. An interpreter that shuts down at that
     moment aborts the process, so this one does not shut down.
     """
-    if not _thread_has_run.is_set():
+    if not command.generation_has_run:
         return
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
-
-
-_thread_has_run = threading.Event()
 
 
 def _response_generator(command: ModuleType) -> type:
@@ -93,7 +92,7 @@ def _response_generator(command: ModuleType) -> type:
             return tokenized
 
         def _run_generate(self) -> None:
-            _thread_has_run.set()
+            command.generation_has_run = True
             try:
                 # In this thread, since arrays belong to the streams of the thread that makes them.
                 self.model_provider.load_default()

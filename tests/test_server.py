@@ -15,6 +15,8 @@ import urllib.request
 
 import pytest
 
+from lily_mlx import cli
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
@@ -240,6 +242,10 @@ def test_generation_that_fails_gives_its_requests_the_error_and_goes_on():
         assert second.get(timeout=10) == "answer"
     finally:
         generator.stop_and_join()
+    # That thread ran in this process: another command's end must not take the process with it.
+    assert command.generation_has_run
+    with pytest.raises(SystemExit):
+        cli.main(["server", "--help"])
 
 
 # --- starting and stopping --------------------------------------------------------------------

@@ -51,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         _common.guarded("lily_mlx.server", command.main, "--traceback" in given)
     except SystemExit as stop:
-        leave(stop.code)
+        leave(command, stop.code)
         raise
-    leave(0)
+    leave(command, 0)
 
 
 if __name__ == "__main__":

@@ -162,6 +162,12 @@ class DecodeStep : public Primitive {
       successors.push_back(plan.layers[i].delta ? delta_successor(encoder, i)
                                                 : attention_successor(encoder, i));
     }
+    std::vector<int> capacities;
+    for (size_t i = 0; i < successors.size(); ++i) {
+      const auto& keys = successors[i].first ? successors[i].first : state_->layers_[i].first;
+      capacities.push_back(plan.layers[i].delta ? 0 : keys->shape(2));
+    }
+    auto run = host::decode_run(plan, capacities, out.size() > 1);
     for (size_t i = 0; i < successors.size(); ++i) {
       auto& [first, second] = state_->layers_[i];
       Successor& next = successors[i];
@@ -175,14 +181,14 @@ class DecodeStep : public Primitive {
         }
       }
       buffers.push_back({first->data<char>(), second->data<char>(),
-                         next.old_conv ? pointer(*next.old_conv) : nullptr,
-                         plan.layers[i].delta ? 0 : first->shape(2)});
+                         next.old_conv ? pointer(*next.old_conv) : nullptr, capacities[i]});
       caches.push_back({*first, *second, std::move(next.old_conv)});
       state_->copied_bytes_ += next.copied;
       state_->grown_bytes_ += next.grown;
     }
-    if (host::decode_step(stream(), state_->plan_, caches, position_, in[0], out[0],
-                          out.size() > 1 ? &out[1] : nullptr)) {
+    if (run) {
+      host::decode_step(stream(), run, state_, caches, position_, in[0], out[0],
+                        out.size() > 1 ? &out[1] : nullptr);
       return;
     }
     float* logits = out.size() > 1 ? out[1].data<float>() : nullptr;

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <mutex>
 #include <set>
-#include <sstream>
+#include <type_traits>
 
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
@@ -102,10 +102,38 @@ std::shared_ptr<const LayerProgram> cached(const std::string& key, F build) {
   return program;
 }
 
+// What a Program depends on, as text. No C++ stream: see Program::pipeline_of.
+struct Key {
+  std::string text;
+
+  Key& operator<<(const std::string& part) {
+    text += part;
+    return *this;
+  }
+  Key& operator<<(const char* part) {
+    text += part;
+    return *this;
+  }
+  Key& operator<<(char part) {
+    text += part;
+    return *this;
+  }
+  Key& operator<<(float value) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, &value, sizeof bits);
+    return *this << bits;
+  }
+  template <typename T, typename = std::enable_if_t<std::is_integral_v<T>>>
+  Key& operator<<(T value) {
+    text += std::to_string(value);
+    return *this;
+  }
+};
+
 std::string key_of(const MatrixDims& m) {
-  std::ostringstream out;
-  out << m.experts << 'x' << m.rows << 'x' << m.cols << 'b' << m.bits << 'g' << m.group << ' ';
-  return out.str();
+  Key key;
+  key << m.experts << 'x' << m.rows << 'x' << m.cols << 'b' << m.bits << 'g' << m.group << ' ';
+  return key.text;
 }
 
 // ---- Arrays
@@ -281,9 +309,9 @@ bool rms_norm(mx::Stream s, const Arrays& in, Arrays& out, float eps) {
   if (std::string reason = layout_refusal(in); !reason.empty()) {
     return refuse("rms_norm", reason);
   }
-  std::ostringstream key;
-  key << "rms_norm " << name_of(t) << ' ' << rows << ' ' << dim << ' ' << std::hexfloat << eps;
-  auto layer = cached(key.str(), [&] { return rms_norm_program(type_of(t, "x"), rows, dim, eps); });
+  Key key;
+  key << "rms_norm " << name_of(t) << ' ' << rows << ' ' << dim << ' ' << eps;
+  auto layer = cached(key.text, [&] { return rms_norm_program(type_of(t, "x"), rows, dim, eps); });
   return run_layer(s, "rms_norm", "rms_norm_rows", layer, in, out);
 }
 
@@ -316,12 +344,12 @@ bool project(mx::Stream s, const Arrays& in, Arrays& out, const std::vector<Form
       return refuse(kind, reason);
     }
   }
-  std::ostringstream key;
+  Key key;
   key << "project " << name_of(t) << ' ' << rows << ' ' << float32 << ' ';
   for (const MatrixDims& m : *matrices) {
     key << key_of(m);
   }
-  auto layer = cached(key.str(), [&] {
+  auto layer = cached(key.text, [&] {
     return project_program(type_of(t, "x"), choice.kernel, rows, *matrices, float32);
   });
   return run_layer(s, kind, choice.kernel, layer, in, out);
@@ -340,10 +368,10 @@ bool embed(mx::Stream s, const Arrays& in, Arrays& out, Format format) {
   if (std::string reason = layout_refusal(in); !reason.empty()) {
     return refuse("embed", reason);
   }
-  std::ostringstream key;
+  Key key;
   key << "embed " << name_of(t) << ' ' << tokens << ' ' << key_of(matrices->at(0));
   auto layer =
-      cached(key.str(), [&] { return embed_program(type_of(t, "x"), tokens, matrices->at(0)); });
+      cached(key.text, [&] { return embed_program(type_of(t, "x"), tokens, matrices->at(0)); });
   return run_layer(s, "embed", "embed_rows", layer, in, out);
 }
 
@@ -382,12 +410,11 @@ bool gated_delta(mx::Stream s, const Arrays& in, Arrays& out, int key_heads, int
   if (std::string reason = layout_refusal(in); !reason.empty()) {
     return refuse(kind, reason);
   }
-  std::ostringstream key;
+  Key key;
   key << kind << ' ' << name_of(t) << ' ' << d.B << ' ' << d.T << ' ' << key_heads << ' '
-      << value_heads << ' ' << std::hexfloat << eps << has_conv_state << has_state << has_mask
-      << has_lengths;
+      << value_heads << ' ' << eps << has_conv_state << has_state << has_mask << has_lengths;
   auto layer =
-      cached(key.str(), [&] { return gated_delta_program(type_of(t, "qkv"), choice.kernel, d); });
+      cached(key.text, [&] { return gated_delta_program(type_of(t, "qkv"), choice.kernel, d); });
   return run_layer(s, kind, choice.kernel, layer, in, out);
 }
 
@@ -410,11 +437,10 @@ bool attention_prepare(mx::Stream s, const Arrays& in, Arrays& out, int heads, i
   if (!reason.empty()) {
     return refuse(kind, reason);
   }
-  std::ostringstream key;
+  Key key;
   key << kind << ' ' << name_of(t) << ' ' << d.B << ' ' << d.T << ' ' << heads << ' ' << kv_heads
-      << ' ' << d.head_dim << ' ' << rotary << ' ' << std::hexfloat << base << ' ' << eps << ' '
-      << d.offset_each;
-  auto layer = cached(key.str(), [&] { return attention_prepare_program(type_of(t, "q"), d); });
+      << ' ' << d.head_dim << ' ' << rotary << ' ' << base << ' ' << eps << ' ' << d.offset_each;
+  auto layer = cached(key.text, [&] { return attention_prepare_program(type_of(t, "q"), d); });
   return run_layer(s, kind, "attention_prep", layer, in, out);
 }
 
@@ -460,13 +486,13 @@ bool moe(mx::Stream s, const Arrays& in, Arrays& out, const std::vector<Format>&
       return refuse(kind, reason);
     }
   }
-  std::ostringstream key;
+  Key key;
   key << kind << ' ' << name_of(t) << ' ' << rows << ' ' << top_k << ' ' << normalize << ' ';
   for (const MatrixDims& m : *matrices) {
     key << key_of(m);
   }
   auto layer =
-      cached(key.str(), [&] { return moe_program(type_of(t, "x"), choice.kernel, rows, dims); });
+      cached(key.text, [&] { return moe_program(type_of(t, "x"), choice.kernel, rows, dims); });
   return run_layer(s, kind, choice.kernel, layer, in, out);
 }
 
@@ -503,17 +529,23 @@ DecodeDims decode_dims(const DecodePlan& plan) {
   return dims;
 }
 
+namespace host {
+
+struct DecodeRun {
+  std::shared_ptr<Executor> executor;
+  std::shared_ptr<DecodeProgram> program;
+  std::shared_ptr<Bindings> weights;
+};
+
+}  // namespace host
+
 // A plan's Programs with its weights bound.
 struct HostPlan {
-  struct Ready {
-    std::shared_ptr<DecodeProgram> program;
-    std::shared_ptr<Bindings> weights;
-  };
   std::mutex mutex;
   DecodeDims dims;
   std::string refusal;
   std::shared_ptr<Executor> built_for;
-  std::map<std::pair<std::vector<int>, bool>, Ready> ready;
+  std::map<std::pair<std::vector<int>, bool>, std::shared_ptr<const host::DecodeRun>> runs;
 };
 
 namespace host {
@@ -560,49 +592,49 @@ std::shared_ptr<HostPlan> host_plan(const DecodePlan& plan) {
 
 }  // namespace
 
-bool decode_step(mx::Stream s, const std::shared_ptr<const DecodePlan>& plan,
-                 const std::vector<Caches>& caches, int position, const mx::array& token,
-                 mx::array& next, mx::array* logits) {
-  std::shared_ptr<Executor> run = executor();
-  if (!run) {
-    return false;
+std::shared_ptr<const DecodeRun> decode_run(const DecodePlan& plan,
+                                            const std::vector<int>& capacities, bool with_logits) {
+  std::shared_ptr<Executor> now = executor();
+  if (!now) {
+    return nullptr;
   }
-  std::shared_ptr<HostPlan> host = host_plan(*plan);
+  std::shared_ptr<HostPlan> host = host_plan(plan);
   if (!host->refusal.empty()) {
-    return refuse("decode_step", host->refusal);
+    refuse("decode_step", host->refusal);
+    return nullptr;
   }
-  std::vector<int> capacities;
-  for (size_t i = 0; i < caches.size(); ++i) {
-    capacities.push_back(host->dims.layers[i].attention ? caches[i].first.shape(2) : 0);
+  std::lock_guard lock(host->mutex);
+  if (host->built_for != now) {  // other options
+    host->runs.clear();
+    host->built_for = now;
   }
-  HostPlan::Ready ready;
-  {
-    std::lock_guard lock(host->mutex);
-    if (host->built_for != run) {  // other options
-      host->ready.clear();
-      host->built_for = run;
+  std::shared_ptr<const DecodeRun>& found = host->runs[{capacities, with_logits}];
+  if (!found) {
+    DecodeOptions options = now->options.decode;
+    options.logits = with_logits;
+    DecodeRun run{now, decode_program(host->dims, capacities, options), nullptr};
+    now->prepare(run.program->program);
+    run.weights = std::make_shared<Bindings>(run.program->program);
+    const auto arrays = plan.arrays();
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      bind(*run.weights, run.program->weights.at(i), *arrays[i]);
     }
-    HostPlan::Ready& found = host->ready[{capacities, logits != nullptr}];
-    if (!found.program) {
-      DecodeOptions options = run->options.decode;
-      options.logits = logits != nullptr;
-      found.program = decode_program(host->dims, capacities, options);
-      found.weights = std::make_shared<Bindings>(found.program->program);
-      const auto arrays = plan->arrays();
-      for (size_t i = 0; i < arrays.size(); ++i) {
-        bind(*found.weights, found.program->weights.at(i), *arrays[i]);
-      }
-      for (const Builder::Table& t : found.program->tables) {
-        bind(*found.weights, t);
-      }
+    for (const Builder::Table& t : run.program->tables) {
+      bind(*run.weights, t);
     }
-    ready = found;
+    found = std::make_shared<const DecodeRun>(std::move(run));
   }
-  const DecodeProgram& p = *ready.program;
-  Bindings b = *ready.weights;
+  return found;
+}
+
+void decode_step(mx::Stream s, const std::shared_ptr<const DecodeRun>& run,
+                 std::shared_ptr<const void> owner, const std::vector<Caches>& caches, int position,
+                 const mx::array& token, mx::array& next, mx::array* logits) {
+  const DecodeProgram& p = *run->program;
+  Bindings b = *run->weights;
   for (size_t i = 0; i < caches.size(); ++i) {
     const DecodeProgram::Caches& slots = p.caches[i];
-    if (host->dims.layers[i].delta) {
+    if (caches[i].old_conv) {
       bind(b, slots.first, *caches[i].old_conv);
       bind(b, slots.first_next, caches[i].first);
     } else {
@@ -615,15 +647,13 @@ bool decode_step(mx::Stream s, const std::shared_ptr<const DecodePlan>& plan,
   if (logits != nullptr) {
     bind(b, p.logits, *logits);
   }
-  mx::array at(mx::Shape{1}, mx::int32, nullptr, {});
-  allocate(at);
-  *at.data<int32_t>() = position;
-  bind(b, p.position, at);
-  mx::cpu::get_command_encoder(s).add_temporary(at);
-  queue(s, run, std::make_shared<std::pair<HostPlan::Ready, mx::array>>(ready, at), p.program,
+  auto at = std::make_shared<int32_t>(position);
+  b.bind(p.position, {reinterpret_cast<uint64_t>(at.get()), at.get(), sizeof(int32_t)});
+  using Owners = std::tuple<std::shared_ptr<const DecodeRun>, std::shared_ptr<const void>,
+                            std::shared_ptr<int32_t>>;
+  queue(s, run->executor, std::make_shared<Owners>(run, std::move(owner), at), p.program,
         std::move(b));
   count("decode_step", "decode_step", "");
-  return true;
 }
 
 }  // namespace host

@@ -57,15 +57,23 @@ bool attend();
 bool moe(mx::Stream s, const Arrays& in, Arrays& out, const std::vector<Format>& formats, int top_k,
          bool normalize);
 
+// A decode step's Program, compiled and with its weights bound.
+struct DecodeRun;
+// Null where the reference runs, which is counted. capacities: rows of each layer's keys, 0 for
+// DeltaNet. Changes no cache, so that a kernel that does not compile leaves them as they were.
+std::shared_ptr<const DecodeRun> decode_run(const DecodePlan& plan,
+                                            const std::vector<int>& capacities, bool with_logits);
+
 // The arrays of one layer's caches in a step: conv state (old and new) and state, or keys and
 // values.
 struct Caches {
   mx::array first, second;
   std::optional<mx::array> old_conv;
 };
-bool decode_step(mx::Stream s, const std::shared_ptr<const DecodePlan>& plan,
-                 const std::vector<Caches>& caches, int position, const mx::array& token,
-                 mx::array& next, mx::array* logits);
+// Queues the step; `owner` keeps the caches alive until it has run.
+void decode_step(mx::Stream s, const std::shared_ptr<const DecodeRun>& run,
+                 std::shared_ptr<const void> owner, const std::vector<Caches>& caches, int position,
+                 const mx::array& token, mx::array& next, mx::array* logits);
 
 }  // namespace host
 }  // namespace lily

@@ -1,0 +1,72 @@
+"""What goes wrong under the Metal host is raised where the result is evaluated."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import small
+
+from lily_mlx import decode, kernels, ops
+from lily_mlx.layers.linear import weight_of
+
+
+def embedding():
+    table = nn.QuantizedEmbedding(9, 128, 64, 4)
+    mx.eval(table.parameters())
+    return lambda: ops.embed(mx.array([[1, 8]]), weight_of(table), mx.float32)
+
+
+def test_a_kernel_that_does_not_compile(monkeypatch):
+    def broken(*_, **__):
+        raise ZeroDivisionError("no compiler today")
+
+    call = embedding()
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "compile_pipeline", broken)
+        with kernels.metal_host(), pytest.raises(ZeroDivisionError, match="no compiler today"):
+            mx.eval(call())
+    with small.only("embed_rows"):
+        mx.eval(call())
+
+
+def test_a_fault_in_a_kernel_is_raised(monkeypatch):
+    """Codes of 8 bits where the Program bound codes of 4: the kernel reads past their end."""
+    compile_pipeline = kernels.compile_pipeline
+
+    def wrong(file, kernel, constants, checked):
+        return compile_pipeline(file, kernel, {**constants, "kBits": 8}, checked)
+
+    call = embedding()
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "compile_pipeline", wrong)
+        with kernels.metal_host(checked=True), pytest.raises(RuntimeError, match="out of bounds"):
+            mx.eval(call())
+    with small.only("embed_rows", checked=True):
+        mx.eval(call())
+
+
+def test_a_step_that_cannot_be_compiled_changes_nothing(monkeypatch):
+    ours, _ = small.model()
+    caches, plain = (small.prefilled(ours, mx.array([4, 5])) for _ in range(2))
+    expected, _ = small.steps(ours, [1], plain)
+    step = decode.step(ours.language_model, mx.array([[1]]), caches)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "compile_pipeline", lambda *a, **k: 1 / 0)
+        with kernels.metal_host(), pytest.raises(ZeroDivisionError):
+            mx.eval(step)
+    assert small.error(step[1][0], expected) == 0  # evaluated again, by the reference
+
+
+def test_options_that_are_not_known():
+    with pytest.raises(ValueError, match="fuse_everything"):
+        kernels.start_metal_host(decode={"fuse_everything": True})
+
+
+def test_tied_embeddings_share_their_bytes_in_a_program():
+    ours, _ = small.model(tie_word_embeddings=True)
+    ids = mx.array([4, 5])
+    expected, _ = small.steps(ours, [1, 2], small.prefilled(ours, ids))
+    caches = small.prefilled(ours, ids)
+    with small.only("decode_step"):
+        got, _ = small.steps(ours, [1, 2], caches)
+        mx.eval(got)
+    assert small.error(got, expected) < 2e-2

@@ -24,7 +24,7 @@ from mlx_lm.models.cache import KVCache
 
 import lily_mlx
 from benchmarks import ledger
-from lily_mlx import decode
+from lily_mlx import _ext, decode
 
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -84,20 +84,6 @@ def decode_rate(step: Any, model: nn.Module, context: int, tokens: int) -> tuple
     start = time.perf_counter()
     out += [token for token, _ in generator]
     return tokens / (time.perf_counter() - start), out
-
-
-def copy_rate() -> float:
-    """Bytes a second of a large device copy, read plus write."""
-    x = mx.zeros((1 << 28,), mx.uint32)
-    mx.eval(x)
-    best = 0.0
-    for _ in range(5):
-        mx.synchronize()
-        start = time.perf_counter()
-        mx.eval(x + 1)
-        mx.synchronize()
-        best = max(best, 2 * x.nbytes / (time.perf_counter() - start))
-    return best
 
 
 def kernels(model: nn.Module, context: int, rate: float) -> list[dict[str, Any]]:
@@ -179,7 +165,7 @@ def main(argv: list[str]) -> None:
                               "mlx": mx.__version__, "weights_gb": mx.get_active_memory() / 1e9,
                               "choice": str(ours.language_model.decode_plan().choice)}  # fmt: skip
     print(report, flush=True)
-    rate = copy_rate()
+    rate = _ext.cuda_copy_rate()
     report["copy_tb_s"] = rate / 1e12
     print(f"copy rate {rate / 1e12:.2f} TB/s", flush=True)
     if not arguments.no_stock:

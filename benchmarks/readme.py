@@ -107,6 +107,46 @@ def _load(result: dict[str, Any]) -> str:
     return warning if busy(result) else ""
 
 
+def _decode(result: dict[str, Any]) -> str:
+    lines = []
+    for row in result["decode"]:
+        stock = row.get("stock")
+        lines.append(
+            [
+                f"{row['context']:,}",
+                compare.number(row["lily"]),
+                compare.number(stock) if stock else "-",
+                _ratio(row["lily"] / stock if stock else None),
+            ]
+        )
+    table = markdown_table(["tokens in the caches", "lily tok/s", "stock tok/s", "ratio"], lines)
+    forced, greedy = result.get("teacher_forced"), result["bundled_greedy"]
+    words = "One sequence, greedy, caches filled with random values."
+    if forced:
+        words += (
+            f" Teacher-forced, the two engines' logits differ by at most "
+            f"{forced['largest_difference']:.1e} of the largest, with the same top-1 in "
+            f"{forced['same_top_1']:.0%}."
+        )
+    if greedy["equal"]:
+        words += " 64 greedy tokens of the bundled model equal those of the CPU reference."
+    shortest = min(int(k.removeprefix("kernels_")) for k in result if k.startswith("kernels_"))
+    kernels = result[f"kernels_{shortest}"]
+    rows = [
+        [
+            r["label"],
+            str(r["dispatches"]),
+            f"{r['us']:.1f}",
+            f"{r['total_us']:.0f}",
+            f"{r['floor_us']:.0f}",
+        ]
+        for r in sorted(kernels, key=lambda r: -r["total_us"])
+    ]
+    header = [f"kernel (a step at {shortest} tokens)", "n", "us each", "us", "floor us"]
+    floor = f"Floor: declared bytes at the {result['copy_tb_s']:.2f} TB/s of a copy in the same run."
+    return "\n\n".join([table, words, markdown_table(header, rows), floor])
+
+
 TITLES = {
     "model": (_model, "Speed of the whole model"),
     "layers": (_layers, "Layer primitives"),
@@ -127,6 +167,12 @@ def figures(folder: Path) -> str:
                 f"{result['date']}{_load(result)}):\n\n{write(result)}\n\n"
                 f"    {result['command']}"
             )
+    for result in (r for r in results if "bundled_greedy" in r):
+        parts.append(
+            f"**Decode at the shapes of Qwen3.6-35B-A3B** (random 4-bit weights, "
+            f"{result['weights_gb']:.1f} GB; {result['device']}; mlx {result['mlx']}):\n\n"
+            f"{_decode(result)}\n\n    python -m benchmarks gpu"
+        )
     if not parts:
         raise ValueError(f"No results in {folder}: run `python -m benchmarks model` first.")
     return "\n\n".join(parts)

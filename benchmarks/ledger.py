@@ -168,6 +168,23 @@ def prefill_entry(made: nn.Module, shapes: dict[str, Any], tokens: int) -> dict[
     return row
 
 
+def forms(made: nn.Module) -> list[dict[str, Any]]:
+    """Launches, levels and bytes of a token at zero context, with fusions undone."""
+    switches = [
+        "fuse_norm", "fuse_projections", "fuse_residual", "fuse_delta", "fuse_route", "fuse_shared",
+        "fuse_head",
+    ]  # fmt: skip
+    rows = []
+    for off in ([], *([s] for s in switches), switches):
+        r = lily_mlx.trace(made, "decode", **dict.fromkeys(off, False)).report
+        name = "all undone" if len(off) > 1 else f"{off[0]} undone" if off else "fused"
+        rows.append(
+            {"form": name, "dispatches": r["dispatches"], "levels": r["levels"],
+             "bytes": r["read"] + r["written"]}
+        )  # fmt: skip
+    return rows
+
+
 def collect() -> dict[str, Any]:
     """The whole ledger."""
     made = model()
@@ -189,7 +206,12 @@ def collect() -> dict[str, Any]:
         "launches read the residual and router rows once here; each threadgroup reads them again, "
         "from the cache."
     )
-    return {"model": "Qwen3.6-35B-A3B, shapes alone", "rows": rows, "notes": notes}
+    return {
+        "model": "Qwen3.6-35B-A3B, shapes alone",
+        "rows": rows,
+        "forms": forms(made),
+        "notes": notes,
+    }
 
 
 def render(ledger: dict[str, Any]) -> str:
@@ -218,6 +240,12 @@ def render(ledger: dict[str, Any]) -> str:
                 f"written {format_bytes(k['written']):>9}"
             )
         lines += [f"  note: {n}" for n in r["notes"]]
+    lines += ["", "decode at 0, what each fusion saves:"]
+    for f in ledger["forms"]:
+        lines.append(
+            f"  {f['form']:24} {f['dispatches']:4} dispatches  {f['levels']:4} levels  "
+            f"{format_bytes(f['bytes'])}"
+        )
     return "\n".join([*lines, "", *ledger["notes"]])
 
 

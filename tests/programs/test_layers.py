@@ -1,5 +1,6 @@
 """Each primitive's Program on the Metal host against its reference, over shape classes."""
 
+import host_program
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -135,6 +136,28 @@ def test_gated_delta_with_padding_and_lengths():
             return [mx.where(keep, out, mx.zeros_like(out)), conv, state]
 
         compare(call, mx.bfloat16, "gdn_scan")
+
+
+@pytest.mark.parametrize("scan", ["norm", "apart", "block", "chunk"])
+@pytest.mark.parametrize("T", [1, 33])
+def test_every_form_of_the_scan(scan, T):
+    """Built for comparisons: the norm apart, operands staged in blocks, the matrix form."""
+    arrays, given = delta_inputs(2, T, 1, 2, mx.bfloat16)
+    expected = delta(arrays, given, 1, 2)
+    mx.eval(expected)
+    built = _ext.gated_delta_program("bfloat16", 2, T, 1, 2, 1e-6, scan=scan)
+    names = ["qkv", "z", "b", "a", "conv1d.weight", "A_log", "dt_bias", "norm.weight"]
+    buffers = {}
+    for name, x in zip([*names, *given], [*arrays, *given.values()], strict=True):
+        buffers[name] = np.array(x if x.dtype == mx.float32 else x.view(mx.uint16))
+    for name, x in zip(("out", "conv_state_next", "state_next"), expected, strict=True):
+        buffers[name] = np.zeros(x.shape, np.float32 if x.dtype == mx.float32 else np.uint16)
+    encoder = host_program.host_encoder(built.program, kernels.folder(), checked=False)
+    bindings, arena = host_program.bind(built.program, buffers)
+    encoder.encode(built.program, bindings)
+    for name, x in zip(("out", "conv_state_next", "state_next"), expected, strict=True):
+        got = mx.array(buffers[name])
+        assert error(got if x.dtype == mx.float32 else got.view(mx.bfloat16), x) < 1.5e-2
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

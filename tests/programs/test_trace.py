@@ -92,6 +92,20 @@ def test_the_ledger_command():
     assert "reached" in run("-m", "benchmarks", "ledger").stdout
 
 
+def test_the_switch_writes_the_same_text():
+    """The command line, on the bundled model; its report says that the step's Program ran."""
+    code = (
+        "import mlx.core as mx, lily_mlx; mx.set_default_device(mx.cpu);"
+        "m, t = lily_mlx.load(str(lily_mlx.BUNDLED_MODEL));"
+        "ids = mx.array(t.encode('There was once a poor man who lived'));"
+        "print(t.decode([x for x, _ in lily_mlx.generate_step(ids, m, max_tokens=8)]));"
+        "print({(k, n) for k, n, _, _ in lily_mlx.kernels.report()})"
+    )
+    reference, host = (run("-c", code, LILY_MLX_BACKEND=b).stdout for b in ("", "metal-host"))
+    assert host.splitlines()[0] == reference.splitlines()[0] != ""
+    assert "('decode_step', 'decode_step')" in host and reference.splitlines()[1] == "set()"
+
+
 def test_the_environment_switch():
     code = "import lily_mlx; print(lily_mlx.backend_info()['backend'])"
     assert run("-c", code, LILY_MLX_BACKEND="").stdout.startswith("reference")

@@ -152,6 +152,11 @@ bool has_backend(const std::string& device) {
     return true;
   }
 #endif
+#ifdef LILY_METAL
+  if (device == "metal") {
+    return true;
+  }
+#endif
   return device == "cpu";
 }
 

@@ -163,9 +163,9 @@ def prefill_entry(made: nn.Module, shapes: dict[str, Any], tokens: int) -> dict[
     labels = trace.report["by_label"]
     down = labels["experts down"]["written"]
     row["notes"] = [
-        f"{format_bytes(2 * down)} are the experts' fp32 down products, written and read once by the "
-        "combination, which keeps their order fixed; rounding them to bf16 would halve it and is "
-        "not what the reference does.",
+        f"{format_bytes(2 * down)} are the experts' fp32 down products, written, and read once by "
+        "the combination, which keeps their order fixed; rounding them to bf16 would halve it and "
+        "is not what the reference does.",
         "norms and residuals are MLX's ops on a GPU and stand here as our kernels of the same "
         "bytes; attention is MLX's and not in the sum; the floor is the chunk's distinct weights, "
         "the rest are activations: their share grows with the chunk.",

@@ -59,10 +59,12 @@ def backend_info() -> dict[str, str]:
     }
 
 
-def _heed_switch() -> None:
+def _start() -> None:
     from lily_mlx import kernels
 
+    if _ext.has_backend("metal"):  # a build for Macs: primitives look kernels up when they run
+        kernels.load()
     kernels.start_from_environment()
 
 
-_heed_switch()
+_start()

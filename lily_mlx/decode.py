@@ -53,9 +53,9 @@ class DecodeSession:
 
     def take(self, layer: int) -> tuple[mx.array | None, mx.array | None]:
         """Run the steps built so far and give one layer's arrays up; the session ends."""
-        if self.ticket is not None:
-            mx.eval(self.ticket)
-            self.ticket = None
+        ticket, self.ticket = self.ticket, None
+        if ticket is not None:
+            mx.eval(ticket)  # a step that fails says so once
         return self.state.take(layer)
 
     @property

@@ -1,6 +1,10 @@
 #include "backend/metal.h"
 
+#include <algorithm>
+#include <cstring>
 #include <stdexcept>
+
+#include "mlx/allocator.h"
 
 namespace lily {
 namespace {
@@ -35,9 +39,54 @@ MTL::ComputePipelineState* compile(metal::Device& device, const Pipeline& pipeli
 
 }  // namespace
 
-Buffer metal_buffer(const mlx::core::array& a) {
+void bind_metal(Bindings& bindings, SlotId slot, const mlx::core::array& a) {
   const void* buffer = a.buffer().ptr();
-  return {reinterpret_cast<uint64_t>(buffer), const_cast<void*>(buffer), a.buffer_size()};
+  bindings.bind(slot,
+                {reinterpret_cast<uint64_t>(buffer), const_cast<void*>(buffer), a.buffer_size()},
+                static_cast<size_t>(a.offset()));
+}
+
+mlx::core::array metal_bytes(size_t bytes, const void* data) {
+  mlx::core::array a({static_cast<int>(std::max<size_t>(bytes, 16))}, mlx::core::uint8, nullptr,
+                     {});
+  a.set_data(mlx::core::allocator::malloc(a.nbytes()));
+  a.set_status(mlx::core::array::Status::available);
+  if (data != nullptr) {
+    std::memcpy(a.data<char>(), data, bytes);
+  }
+  return a;
+}
+
+void keep_until_done(mlx::core::Stream stream, std::shared_ptr<const void> object) {
+  metal::get_command_encoder(stream).get_command_buffer()->addCompletedHandler(
+      [object = std::move(object)](MTL::CommandBuffer*) {});
+}
+
+void run_on_metal(mlx::core::Stream stream, const std::shared_ptr<const LayerProgram>& layer,
+                  const std::vector<mlx::core::array>& in,
+                  const std::vector<mlx::core::array>& out) {
+  Bindings bindings(layer->program);
+  for (size_t i = 0; i < layer->inputs.size(); ++i) {
+    if (layer->inputs[i].index >= 0) {
+      bind_metal(bindings, layer->inputs[i], in.at(i));
+    }
+  }
+  for (size_t i = 0; i < layer->outputs.size(); ++i) {
+    bind_metal(bindings, layer->outputs[i], out.at(i));
+  }
+  auto& encoder = metal::get_command_encoder(stream);
+  for (const Builder::Table& t : layer->tables) {
+    mlx::core::array table = metal_bytes(t.data.size(), t.data.data());
+    bind_metal(bindings, t.slot, table);
+    encoder.add_temporary(std::move(table));
+  }
+  if (layer->program.arena_bytes() > 0) {
+    mlx::core::array arena = metal_bytes(layer->program.arena_bytes());
+    bindings.bind_arena({reinterpret_cast<uint64_t>(arena.buffer().ptr()), arena.buffer().ptr(),
+                         arena.buffer_size()});
+    encoder.add_temporary(std::move(arena));
+  }
+  MetalEncoder(stream).encode(layer->program, bindings);
 }
 
 void MetalEncoder::encode(const Program& program, const Bindings& bindings) {

@@ -4,6 +4,7 @@
 #include "backend/encoder.h"
 #include "mlx/array.h"
 #include "mlx/backend/metal/device.h"
+#include "programs/layer_programs.h"
 
 namespace lily {
 
@@ -20,7 +21,18 @@ class MetalEncoder : public Encoder {
   mlx::core::Stream stream_;
 };
 
-// The Buffer of an evaluated array: base is its MTL::Buffer, so bind it with the array's offset.
-Buffer metal_buffer(const mlx::core::array& a);
+// Binds a slot to an evaluated array.
+void bind_metal(Bindings& bindings, SlotId slot, const mlx::core::array& a);
+
+// An array of `bytes` bytes that the CPU may write now and a GPU read later.
+mlx::core::array metal_bytes(size_t bytes, const void* data = nullptr);
+
+// Keeps objects alive until the command buffer that is being encoded has run.
+void keep_until_done(mlx::core::Stream stream, std::shared_ptr<const void> object);
+
+// Queues a layer primitive's Program.
+void run_on_metal(mlx::core::Stream stream, const std::shared_ptr<const LayerProgram>& layer,
+                  const std::vector<mlx::core::array>& in,
+                  const std::vector<mlx::core::array>& out);
 
 }  // namespace lily

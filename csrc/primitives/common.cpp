@@ -165,10 +165,15 @@ void allocate(mx::array& out) {
   out.set_data(mx::allocator::malloc(out.nbytes()));
 }
 
-void Primitive::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
-  throw std::runtime_error(
-      std::string("lily_mlx: ") + name() +
-      " has no GPU kernel in this build; load the model with engine=\"stock\"");
+void Primitive::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  for (auto& out : outputs) {
+    allocate(out);
+  }
+  if (!run_program(inputs, outputs)) {
+    throw std::runtime_error(std::string("lily_mlx: ") + name() +
+                             " has no GPU kernel for these arrays (mixed dtypes, or strided ones); "
+                             "load the model with engine=\"stock\"");
+  }
 }
 
 void Primitive::refuse_gradient() {

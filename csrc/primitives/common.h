@@ -71,6 +71,7 @@ class Primitive : public mx::Primitive {
  public:
   using mx::Primitive::Primitive;
 
+  // Allocates the outputs and runs the Program; throws where there is none for these arrays.
   void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override;
   std::vector<mx::array> jvp(const std::vector<mx::array>&, const std::vector<mx::array>&,
                              const std::vector<int>&) override;
@@ -78,6 +79,13 @@ class Primitive : public mx::Primitive {
                              const std::vector<int>&, const std::vector<mx::array>&) override;
   std::pair<std::vector<mx::array>, std::vector<int>> vmap(const std::vector<mx::array>&,
                                                            const std::vector<int>&) override;
+
+ protected:
+  // Queues this primitive's Program on the stream, where its kernels run there
+  // (programs/metal_host.h). Outputs are allocated. False: nothing was queued.
+  virtual bool run_program(const std::vector<mx::array>&, std::vector<mx::array>&) {
+    return false;
+  }
 
  private:
   [[noreturn]] void refuse_gradient();

@@ -130,7 +130,7 @@ int grown_capacity(int capacity, int needed) {
   return (wanted + kBlock - 1) / kBlock * kBlock;
 }
 
-#ifndef LILY_CUDA
+#if !defined(LILY_CUDA) && !defined(LILY_METAL)
 std::unique_ptr<GpuDecode> make_gpu_decode(const DecodePlan&) {
   throw std::runtime_error(
       "lily_mlx: the decode step has no GPU backend in this build; load the model with "

@@ -29,7 +29,7 @@ class RmsNorm : public Primitive {
 
   void eval_cpu(const Arrays& in, Arrays& out) override {
     allocate(out[0]);
-    if (host::rms_norm(stream(), in, out, eps_)) {
+    if (run_program(in, out)) {
       return;
     }
     encoder(stream()).dispatch(
@@ -45,6 +45,11 @@ class RmsNorm : public Primitive {
     return {in[0].shape()};
   }
 
+ protected:
+  bool run_program(const Arrays& in, Arrays& out) override {
+    return host::rms_norm(stream(), in, out, eps_);
+  }
+
  private:
   float eps_;
 };
@@ -57,7 +62,7 @@ class Project : public Primitive {
     for (auto& o : out) {
       allocate(o);
     }
-    if (host::project(stream(), in, out, formats_)) {
+    if (run_program(in, out)) {
       return;
     }
     std::vector<reference::Product> products;
@@ -87,6 +92,11 @@ class Project : public Primitive {
     return shapes;
   }
 
+ protected:
+  bool run_program(const Arrays& in, Arrays& out) override {
+    return host::project(stream(), in, out, formats_);
+  }
+
  private:
   std::vector<Format> formats_;
 };
@@ -97,7 +107,7 @@ class Embed : public Primitive {
 
   void eval_cpu(const Arrays& in, Arrays& out) override {
     allocate(out[0]);
-    if (host::embed(stream(), in, out, format_)) {
+    if (run_program(in, out)) {
       return;
     }
     size_t cursor = 1;
@@ -114,6 +124,11 @@ class Embed : public Primitive {
     mx::Shape shape = in[0].shape();
     shape.push_back(in[1].shape(-1) * (format_.bits == 0 ? 1 : 32 / format_.bits));
     return {shape};
+  }
+
+ protected:
+  bool run_program(const Arrays& in, Arrays& out) override {
+    return host::embed(stream(), in, out, format_);
   }
 
  private:
@@ -134,8 +149,7 @@ class GatedDelta : public Primitive {
     for (auto& a : out) {
       allocate(a);
     }
-    if (host::gated_delta(stream(), in, out, o_.Hk, o_.Hv, o_.Dk, o_.Dv, o_.eps, o_.has_conv_state,
-                          o_.has_state, o_.has_mask, o_.has_lengths)) {
+    if (run_program(in, out)) {
       return;
     }
     reference::DeltaShape shape{type_of(in[0].dtype(), "qkv"),
@@ -180,6 +194,12 @@ class GatedDelta : public Primitive {
             {B, o_.Hv, o_.Dv, o_.Dk}};
   }
 
+ protected:
+  bool run_program(const Arrays& in, Arrays& out) override {
+    return host::gated_delta(stream(), in, out, o_.Hk, o_.Hv, o_.Dk, o_.Dv, o_.eps,
+                             o_.has_conv_state, o_.has_state, o_.has_mask, o_.has_lengths);
+  }
+
  private:
   Options o_;
 };
@@ -193,7 +213,7 @@ class AttentionPrepare : public Primitive {
   void eval_cpu(const Arrays& in, Arrays& out) override {
     allocate(out[0]);
     allocate(out[1]);
-    if (host::attention_prepare(stream(), in, out, H_, Hkv_, rotary_, base_, eps_)) {
+    if (run_program(in, out)) {
       return;
     }
     reference::AttentionShape shape{type_of(in[0].dtype(), "q"),
@@ -224,6 +244,11 @@ class AttentionPrepare : public Primitive {
   std::vector<mx::Shape> output_shapes(const Arrays& in) override {
     const int B = in[0].shape(0), T = in[0].shape(1), D = in[1].shape(2) / Hkv_;
     return {{B, H_, T, D}, {B, Hkv_, T, D}};
+  }
+
+ protected:
+  bool run_program(const Arrays& in, Arrays& out) override {
+    return host::attention_prepare(stream(), in, out, H_, Hkv_, rotary_, base_, eps_);
   }
 
  private:
@@ -286,7 +311,7 @@ class Moe : public Primitive {
 
   void eval_cpu(const Arrays& in, Arrays& out) override {
     allocate(out[0]);
-    if (host::moe(stream(), in, out, formats_, top_k_, normalize_)) {
+    if (run_program(in, out)) {
       return;
     }
     reference::MoeWeights w;
@@ -308,6 +333,11 @@ class Moe : public Primitive {
   }
   std::vector<mx::Shape> output_shapes(const Arrays& in) override {
     return {in[0].shape()};
+  }
+
+ protected:
+  bool run_program(const Arrays& in, Arrays& out) override {
+    return host::moe(stream(), in, out, formats_, top_k_, normalize_);
   }
 
  private:

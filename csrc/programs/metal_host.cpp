@@ -6,6 +6,9 @@
 #include <set>
 #include <type_traits>
 
+#ifdef LILY_METAL
+#include "backend/metal.h"
+#endif
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "programs/layer_programs.h"
@@ -246,9 +249,25 @@ void queue(mx::Stream s, const std::shared_ptr<Executor>& run, std::shared_ptr<c
                                             &program] { run->encode(program, bindings); });
 }
 
+// Programs run on a Mac's GPU, and on the CPU while the switch is on.
+bool active(mx::Stream s) {
+#ifdef LILY_METAL
+  if (s.device == mx::Device::gpu) {
+    return true;
+  }
+#endif
+  return s.device == mx::Device::cpu && executor() != nullptr;
+}
+
 bool run_layer(mx::Stream s, const std::string& kind, const std::string& kernel,
                const std::shared_ptr<const LayerProgram>& layer, const host::Arrays& in,
                const host::Arrays& out) {
+#ifdef LILY_METAL
+  if (s.device == mx::Device::gpu) {
+    run_on_metal(s, layer, in, out);
+    return true;
+  }
+#endif
   Bindings b(layer->program);
   for (size_t i = 0; i < layer->inputs.size(); ++i) {
     bind(b, layer->inputs[i], in.at(i));
@@ -295,7 +314,7 @@ void reset_metal_host_counts() {
 namespace host {
 
 bool rms_norm(mx::Stream s, const Arrays& in, Arrays& out, float eps) {
-  if (!metal_host()) {
+  if (!active(s)) {
     return false;
   }
   const int rows = static_cast<int>(rows_of(in[0])), dim = in[0].shape(-1);
@@ -316,7 +335,7 @@ bool rms_norm(mx::Stream s, const Arrays& in, Arrays& out, float eps) {
 }
 
 bool project(mx::Stream s, const Arrays& in, Arrays& out, const std::vector<Format>& formats) {
-  if (!metal_host()) {
+  if (!active(s)) {
     return false;
   }
   const char* kind = "project";
@@ -356,7 +375,7 @@ bool project(mx::Stream s, const Arrays& in, Arrays& out, const std::vector<Form
 }
 
 bool embed(mx::Stream s, const Arrays& in, Arrays& out, Format format) {
-  if (!metal_host()) {
+  if (!active(s)) {
     return false;
   }
   const mx::Dtype t = out[0].dtype();
@@ -378,7 +397,7 @@ bool embed(mx::Stream s, const Arrays& in, Arrays& out, Format format) {
 bool gated_delta(mx::Stream s, const Arrays& in, Arrays& out, int key_heads, int value_heads,
                  int key_dim, int value_dim, float eps, bool has_conv_state, bool has_state,
                  bool has_mask, bool has_lengths) {
-  if (!metal_host()) {
+  if (!active(s)) {
     return false;
   }
   const char* kind = "gated_delta";
@@ -420,7 +439,7 @@ bool gated_delta(mx::Stream s, const Arrays& in, Arrays& out, int key_heads, int
 
 bool attention_prepare(mx::Stream s, const Arrays& in, Arrays& out, int heads, int kv_heads,
                        int rotary, float base, float eps) {
-  if (!metal_host()) {
+  if (!active(s)) {
     return false;
   }
   const char* kind = "attention_prepare";
@@ -460,7 +479,7 @@ MoeDims moe_dims(const std::vector<MatrixDims>& m, int top_k, bool normalize) {
 
 bool moe(mx::Stream s, const Arrays& in, Arrays& out, const std::vector<Format>& formats, int top_k,
          bool normalize) {
-  if (!metal_host()) {
+  if (!active(s)) {
     return false;
   }
   const char* kind = "moe";

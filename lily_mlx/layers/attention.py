@@ -11,7 +11,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
 from lily_mlx import ops
 from lily_mlx.layers.linear import choose, project
-from lily_mlx.selection import Choice, query
+from lily_mlx.selection import Choice, device_name, query
 
 
 class Attention(Qwen3NextAttention):
@@ -61,13 +61,13 @@ class Attention(Qwen3NextAttention):
         values = v.reshape(B, T, self.num_key_value_heads, -1).transpose(0, 2, 1, 3)
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
-        if isinstance(keys, mx.array):
+        if isinstance(keys, mx.array) and device_name() == "cpu":
             out = ops.attend(
                 q, keys, values, q_gate,
                 mask=mask if isinstance(mask, mx.array) else None,
                 causal=isinstance(mask, str),
             )  # fmt: skip
-        else:  # a quantized KV cache: mlx-lm's own attention reads it
+        else:  # a GPU, where MLX's own kernel is the best there is; or a quantized KV cache
             out = scaled_dot_product_attention(
                 q, keys, values, cache=cache, scale=self.scale, mask=mask
             )

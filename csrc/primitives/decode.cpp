@@ -151,6 +151,7 @@ class DecodeStep : public Primitive {
     for (auto& o : out) {
       allocate(o);
     }
+    std::lock_guard<std::mutex> lock(state_->mutex_);
     auto& encoder = mx::cpu::get_command_encoder(stream());
     const DecodePlan& plan = *state_->plan_;
     std::vector<LayerBuffers> buffers;
@@ -204,6 +205,7 @@ class DecodeStep : public Primitive {
     for (auto& o : out) {
       allocate(o);
     }
+    std::lock_guard<std::mutex> lock(state_->mutex_);
     if (!state_->gpu_) {
       state_->gpu_ = make_gpu_decode(*state_->plan_);
     }
@@ -458,10 +460,12 @@ void DecodeState::put(int layer, std::optional<mx::array> first, std::optional<m
       }
     }
   }
+  std::lock_guard<std::mutex> lock(mutex_);
   layers_[layer] = {std::move(first), std::move(second)};
 }
 
 std::pair<std::optional<mx::array>, std::optional<mx::array>> DecodeState::take(int layer) {
+  std::lock_guard<std::mutex> lock(mutex_);
   whole_ = false;
   CachePair& pair = layers_.at(layer);
   return {std::exchange(pair.first, std::nullopt), std::exchange(pair.second, std::nullopt)};

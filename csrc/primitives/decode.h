@@ -91,6 +91,7 @@ class DecodeState {
  private:
   friend class DecodeStep;
   std::shared_ptr<const DecodePlan> plan_;
+  std::mutex mutex_;  // threads may share caches: what follows is theirs one at a time
   std::vector<CachePair> layers_;
   std::unique_ptr<GpuDecode> gpu_;  // made by the first step on a GPU
   int64_t copied_bytes_ = 0;

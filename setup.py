@@ -5,7 +5,6 @@ from pathlib import Path
 
 from mlx.extension import CMakeBuild, CMakeExtension
 from setuptools import setup
-from setuptools.command.build_py import build_py
 
 MLX = "0.32.4"
 
@@ -21,21 +20,6 @@ def mlx_requirement() -> str:
     return f"mlx=={MLX}"
 
 
-class BuildPy(build_py):
-    """Puts the kernel sources into the wheel; a checkout reads them where they are."""
-
-    def run(self) -> None:
-        super().run()
-        if self.editable_mode:
-            return
-        sources = Path("metal")
-        target = Path(self.build_lib) / "lily_mlx" / "metal"
-        self.mkpath(str(target))
-        for pattern in ("*.h", "*.metal", "manifest.json"):
-            for path in sorted(sources.glob(pattern)):
-                self.copy_file(str(path), str(target / path.name))
-
-
 setup(
     install_requires=[
         mlx_requirement(),
@@ -45,6 +29,6 @@ setup(
         "transformers>=5.7.0",
     ],
     ext_modules=[CMakeExtension("lily_mlx._ext")],
-    cmdclass={"build_ext": CMakeBuild, "build_py": BuildPy},
+    cmdclass={"build_ext": CMakeBuild},
     zip_safe=False,
 )

@@ -24,9 +24,112 @@ from mlx_lm.models.cache import KVCache
 
 import lily_mlx
 from benchmarks import ledger
-from lily_mlx import _ext, decode
+from lily_mlx import _ext, decode, ptx, trace
+from lily_mlx import kernels as metal
 
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+def _tiles(label: str, fields: str, *values: tuple[int, ...]) -> list[dict[str, int]]:
+    return [{f"{label}.{f}": v for f, v in zip(fields.split(), row, strict=True)} for row in values]
+
+
+def _products(label: str) -> list[dict[str, int]]:
+    return _tiles(label, "r u simdgroups blocks", (4, 2, 4, 1), (2, 2, 8, 1), (2, 2, 4, 1),
+                  (2, 2, 16, 1), (1, 2, 8, 1), (4, 1, 4, 1), (4, 2, 8, 3), (2, 2, 8, 3),
+                  (4, 2, 8, 1), (4, 2, 2, 1))  # fmt: skip
+
+
+def _outs(label: str) -> list[dict[str, int]]:
+    return _tiles(label, "r u split simdgroups", (1, 4, 1, 4), (1, 2, 2, 8), (1, 1, 4, 8),
+                  (2, 2, 1, 8), (2, 2, 2, 8), (2, 2, 2, 4), (1, 2, 2, 4))  # fmt: skip
+
+
+def _attention(*values: tuple[int, int, int]) -> list[dict[str, int]]:
+    return [{"pack": p, "splits": s, "attention.simdgroups": n} for p, s, n in values]
+
+
+# Label -> other ways to run it; those of different labels are timed in one Program.
+SWEEP: dict[str, list[dict[str, int]]] = {
+    "attention": _attention((4, 32, 4), (4, 64, 4), (4, 99, 4), (4, 128, 4), (4, 66, 2),
+                            (4, 198, 2), (4, 33, 8), (2, 48, 4), (2, 64, 4), (2, 82, 4),
+                            (8, 132, 4), (8, 66, 4), (8, 66, 8), (1, 32, 4))
+    + _tiles("attention merge", "simdgroups", (4,), (16,)),
+    "attention prepare": _tiles("attention prepare", "simdgroups", (2,), (4,)),
+    "delta in": _products("delta in"),
+    "attention in": _products("attention in"),
+    "delta out": _outs("delta out"),
+    "attention out": _outs("attention out"),
+    "router": _tiles("router", "split simdgroups", (4, 4), (2, 8), (2, 4), (1, 4)),
+    "head": _products("head") + _tiles("head", "r u simdgroups blocks", (2, 2, 4, 4), (4, 2, 4, 3)),
+    "experts up": _tiles("experts up", "r u simdgroups", (2, 2, 8), (1, 2, 8), (1, 2, 4),
+                         (1, 2, 16), (2, 1, 8), (2, 2, 2), (4, 1, 8)),
+    "experts down": _tiles("experts down", "lanes r u", (16, 2, 1), (16, 8, 1), (8, 2, 2),
+                           (8, 4, 2), (8, 2, 1)),
+    "delta step": _tiles("delta step", "simdgroups", (8,)),
+}  # fmt: skip
+# At a context of 256, where fewer splits serve.
+SHORT_SWEEP = {"attention": _attention((4, 4, 4), (4, 8, 4), (4, 16, 2), (4, 32, 1), (4, 32, 2),
+                                       (2, 8, 4), (2, 16, 2), (8, 16, 4))
+               + _tiles("attention merge", "simdgroups", (2,), (8,))}  # fmt: skip
+
+
+def variants(sweep: dict[str, list[dict[str, int]]]) -> list[tuple[dict[str, Any], list[str]]]:
+    """(Options of the decode step, the labels that they change); the first changes none."""
+    out: list[tuple[dict[str, Any], list[str]]] = [({}, list(sweep))]
+    for i in range(max(map(len, sweep.values()))):
+        labels = [label for label, ways in sweep.items() if i < len(ways)]
+        options: dict[str, Any] = {}
+        for label in labels:
+            options |= sweep[label][i]
+        out.append((options, labels))
+    return out
+
+
+def build_sweep(folder: Path) -> None:
+    """Compile the kernels of a sweep, on a machine with clang-19, for --ptx there."""
+    shapes = trace.dims(ledger.model().language_model)
+    found: dict[str, Any] = {}
+    for sweep, context in ((SWEEP, 131072), (SHORT_SWEEP, 256)):
+        for options, _ in variants(sweep):
+            found |= ptx.decode_pipelines(shapes, [(context + 512) // 256 * 256], options)
+    count = ptx.build(found.values(), metal.folder(), folder)
+    size = sum(f.stat().st_size for f in folder.iterdir())
+    print(f"{folder}: {len(found)} pipelines, {count} compiled now, {size / 1e6:.1f} MB")
+
+
+def run_sweep(model: nn.Module, folder: Path | None) -> dict[str, Any]:
+    """Times of the ways to run each label, in microseconds a dispatch."""
+    if folder:
+        ptx.register(_ext.cuda_add_kernel, folder)
+    report: dict[str, Any] = {}
+    for sweep, context in ((SWEEP, 131072), (SHORT_SWEEP, 256)):
+        caches = caches_at(model, context)
+        for options, labels in variants(sweep):
+            try:
+                _ext.set_cuda_decode_options(ptx.NVIDIA | options)
+                for token in (1, 2):
+                    mx.eval(model(mx.array([[token]]), cache=caches))
+                profile = caches[0]._loan[0].state.profile()
+            except RuntimeError as error:  # a way that this card refuses is left out, and named
+                print(context, options, "refused:", error, flush=True)
+                caches = caches_at(model, context)
+                continue
+            us = {label: seconds * 1e6 / count for label, count, seconds in profile}
+            for label in labels:
+                way = {k: v for k, v in options.items() if any(k in w for w in sweep[label])}
+                shown = " ".join(f"{k.removeprefix(label + '.')}={v}" for k, v in way.items())
+                line = {"us": us[label]}
+                for first, second in (("attention", "attention merge"), ("head", "argmax")):
+                    if label == first:
+                        line[second] = us[second]
+                report.setdefault(f"{label} at {context}", {})[shown or "default"] = line
+    _ext.set_cuda_decode_options(ptx.NVIDIA)
+    for label, ways in report.items():
+        print(label)
+        for shown, line in sorted(ways.items(), key=lambda item: sum(item[1].values())):
+            print(f"    {shown:44}", *(f"{name} {value:8.2f}" for name, value in line.items()))
+    return report
 
 
 def random_weights(model: nn.Module) -> None:
@@ -145,9 +248,25 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--no-stock", action="store_true")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--sweep", action="store_true", help="time other splits and tiles instead")
+    parser.add_argument("--ptx", type=Path, help="a folder with the kernels of --sweep")
+    parser.add_argument("--build", action="store_true", help="compile them into --ptx; no GPU used")
     arguments = parser.parse_args(argv)
+    if arguments.build:
+        if not arguments.ptx:
+            parser.error("--build needs --ptx FOLDER, where the kernels go")
+        build_sweep(arguments.ptx)
+        return
     if mx.default_device().type != mx.DeviceType.gpu:
         sys.exit("python -m benchmarks gpu needs an MLX build with a GPU; see README.md.")
+
+    if arguments.sweep:
+        ours = ledger.model()
+        random_weights(ours)
+        report = run_sweep(ours, arguments.ptx)
+        if arguments.output:
+            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+        return
 
     greedy = bundled_greedy()
     print("bundled model, 64 greedy tokens against the CPU's:", greedy, flush=True)

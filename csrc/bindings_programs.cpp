@@ -10,6 +10,10 @@
 #include "programs/layer_programs.h"
 #include "programs/metal_host.h"
 
+#ifdef LILY_CUDA
+#include "backend/cuda.h"
+#endif
+
 namespace nb = nanobind;
 using namespace nb::literals;
 
@@ -106,12 +110,19 @@ DecodeOptions decode_options(nb::dict d) {
       {"fuse_route", &o.fuse_route},
       {"fuse_shared", &o.fuse_shared},
       {"fuse_head", &o.fuse_head},
-      {"coalesced", &o.coalesced}};
+      {"coalesced", &o.coalesced},
+      {"nvidia", &o.nvidia}};
   const std::vector<std::pair<const char*, int*>> numbers = {
-      {"pack", &o.pack}, {"context", &o.context}, {"fixed_block_from", &o.fixed_block_from}};
+      {"pack", &o.pack},
+      {"context", &o.context},
+      {"fixed_block_from", &o.fixed_block_from},
+      {"splits", &o.splits}};
   for (auto [key, value] : d) {
     const auto name = nb::cast<std::string>(key);
-    bool known = false;
+    bool known = name.find('.') != std::string::npos;
+    if (known) {
+      o.tiles[name] = nb::cast<int>(value);
+    }
     for (auto& [text, to] : switches) {
       if (name == text) {
         *to = nb::cast<bool>(value);
@@ -209,6 +220,12 @@ void bind_programs(nb::module_& m) {
         return built(decode_program(d, capacities, decode_options(options)));
       },
       "dims"_a, "capacity"_a, "options"_a = nb::dict());
+#ifdef LILY_CUDA
+  m.def(
+      "set_cuda_decode_options",
+      [](nb::dict options) { set_cuda_decode_options(decode_options(options)); }, "options"_a,
+      "How decode steps are built from now on; the kernels' PTX must be there.");
+#endif
   m.def(
       "prefill_program",
       [](nb::dict dims, int tokens, const std::string& scan, bool tensor_operations) {

@@ -116,19 +116,32 @@ def _write(path: Path, text: str) -> None:
     os.replace(file.name, path)
 
 
-def decode_pipelines(text_shapes: dict[str, Any], capacities: Iterable[int]) -> dict[str, Any]:
-    """The pipelines of a decode step, by key, over KV capacities on every side of its switches."""
+def decode_pipelines(
+    text_shapes: dict[str, Any],
+    capacities: Iterable[int],
+    options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The pipelines of a decode step, by key, over KV capacities on every side of its switches.
+
+    Args:
+        text_shapes: as `lily_mlx.trace.dims` gives them.
+        capacities: rows of keys and values.
+        options: of the decode step, beside those that the NVIDIA backend always sets.
+    """
     from lily_mlx import _ext, kernels
 
     kernels.load()
     found: dict[str, Any] = {}
     for capacity in capacities:
-        program = _ext.decode_program(text_shapes, capacity, {"logits": True}).program
+        program = _ext.decode_program(text_shapes, capacity, NVIDIA | (options or {})).program
         found |= {pipeline["key"]: pipeline for pipeline in program.pipelines}
     return found
 
 
-CAPACITIES = (256, 1024, 1280, 8192, 8448, 32768, 33024, 131072 + 256)
+NVIDIA = {"logits": True, "nvidia": True}
+"""Options of the decode step with which the NVIDIA backend starts."""
+
+CAPACITIES = (1024, 1280)
 """KV capacities that between them use every way to cut the cache."""
 
 

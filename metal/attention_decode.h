@@ -54,35 +54,10 @@ constant constexpr int kKeys = 4;                // keys a simdgroup takes at a 
 constant constexpr float kScoreScale = 0.0625f;  // D^-0.5
 constant constexpr int kMergeFloats = 4096;  // threadgroup memory in which the simdgroups' o meet
 constant constexpr int kMaxAttendSimdgroups = 16;
-constant constexpr int kMergeDims = 64;  // dims a threadgroup of attention_merge
+constant constexpr int kMergeDims = 64;   // dims a threadgroup of attention_merge
+constant constexpr int kMergeAtOnce = 4;  // loads that a lane of attention_merge has in flight
 
 // ---------------------------------------------------------------- prepare
-
-// RMS norm of one head and rotary; x holds dims 8 * lane ... of it.
-template <typename A>
-METAL_FUNC void norm_and_rotate(thread float* x, device const A* weight,
-                                device const float* inv_freq, int position, uint lane) {
-  float squares = 0.0f;
-  for (int i = 0; i < 8; ++i) {
-    squares = fma(x[i], x[i], squares);
-  }
-  const float scale = precise::rsqrt(group_sum(squares, 32) / float(kD) + kHeadEps);
-  float w[8];
-  load8(weight + int(lane) * 8, w);
-  for (int i = 0; i < 8; ++i) {
-    x[i] = x[i] * scale * w[i];
-  }
-  const int half_lanes = kRotary / 16;
-  for (int i = 0; i < 8; ++i) {
-    const float other = simd_shuffle_xor(x[i], ushort(half_lanes));
-    if (int(lane) < 2 * half_lanes) {
-      const float angle = float(position) * inv_freq[(int(lane) % at_least_1(half_lanes)) * 8 + i];
-      const float c = precise::cos(angle);
-      const float s = precise::sin(angle);
-      x[i] = int(lane) < half_lanes ? x[i] * c - other * s : x[i] * c + other * s;
-    }
-  }
-}
 
 template <typename A>
 METAL_FUNC void store8(device A* p, thread const float* x) {
@@ -91,7 +66,8 @@ METAL_FUNC void store8(device A* p, thread const float* x) {
   }
 }
 
-// Grid: ceil((H + 2 Hkv) / kPrepareSimdgroups) threadgroups.
+// Grid: ceil((H + 2 Hkv) / kPrepareSimdgroups) threadgroups. Cosines and sines are made once a
+// threadgroup, a pair of dims a thread; rows and weights are in flight meanwhile.
 // Bytes: (3 H + 4 Hkv) * D * sizeof(A) less the gates.
 template <typename A>
 [[kernel]] void attention_prepare(device const A* q_gate [[buffer(0)]],  // [H][q D | gate D]
@@ -105,26 +81,58 @@ template <typename A>
                                   device A* k_cache [[buffer(9)]],  // [Hkv][capacity][D]
                                   device A* v_cache [[buffer(10)]],
                                   uint3 group [[threadgroup_position_in_grid]],
+                                  uint tid [[thread_index_in_threadgroup]],
                                   uint simdgroup [[simdgroup_index_in_threadgroup]],
                                   uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup float4 rotation[kD / 4];  // (cos, sin) of two pairs
   const int item = int(group.x) * kPrepareSimdgroups + int(simdgroup);
   const int at = position[0];
   const int dim = int(lane) * 8;
+  const bool query = item < kQueryHeads;
+  const bool value = item >= kQueryHeads + kKvHeads;
+  const int head = query ? item : (item - kQueryHeads) % at_least_1(kKvHeads);
   float x[8];
-  if (item < kQueryHeads) {
-    load8(q_gate + item * 2 * kD + dim, x);
-    norm_and_rotate(x, q_norm, inv_freq, at, lane);
-    store8(q_out + item * kD + dim, x);
-  } else if (item < kQueryHeads + kKvHeads) {
-    const int head = item - kQueryHeads;
-    load8(k + head * kD + dim, x);
-    norm_and_rotate(x, k_norm, inv_freq, at, lane);
-    store8(k_cache + (ulong(head) * ulong(capacity) + ulong(at)) * kD + dim, x);
-  } else if (item < kQueryHeads + 2 * kKvHeads) {
-    const int head = item - kQueryHeads - kKvHeads;
-    load8(v + head * kD + dim, x);
-    store8(v_cache + (ulong(head) * ulong(capacity) + ulong(at)) * kD + dim, x);
+  float w[8];
+  load8((query   ? q_gate + head * 2 * kD
+         : value ? v + head * kD
+                 : k + head * kD) +
+            dim,
+        x);
+  load8((query ? q_norm : k_norm) + dim, w);
+  for (int p = int(tid); p < kRotary / 2; p += 32 * kPrepareSimdgroups) {
+    const float angle = float(at) * inv_freq[p];
+    ((threadgroup float2*)rotation)[p] = float2(precise::cos(angle), precise::sin(angle));
   }
+  float squares = 0.0f;
+  for (int i = 0; i < 8; ++i) {
+    squares = fma(x[i], x[i], squares);
+  }
+  const float scale = precise::rsqrt(group_sum(squares, 32) / float(kD) + kHeadEps);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (item >= kQueryHeads + 2 * kKvHeads) {
+    return;
+  }
+  if (!value) {
+    const int half_lanes = kRotary / 16;
+    const bool rotated = int(lane) < 2 * half_lanes;
+    const float sign = int(lane) < half_lanes ? -1.0f : 1.0f;
+    const int first = int(lane) % at_least_1(half_lanes) * 4;
+#pragma clang loop unroll(full)
+    for (int i = 0; i < 4; ++i) {
+      const float4 r = rotation[first + i];
+      const float a = x[2 * i] * scale * w[2 * i];
+      const float b = x[2 * i + 1] * scale * w[2 * i + 1];
+      const float a_pair = simd_shuffle_xor(a, ushort(half_lanes)) * sign;
+      const float b_pair = simd_shuffle_xor(b, ushort(half_lanes)) * sign;
+      x[2 * i] = rotated ? fma(a, r.x, a_pair * r.y) : a;
+      x[2 * i + 1] = rotated ? fma(b, r.z, b_pair * r.w) : b;
+    }
+  }
+  const ulong row = (ulong(head) * ulong(capacity) + ulong(at)) * kD;
+  store8(query   ? q_out + head * kD + dim
+         : value ? v_cache + row + dim
+                 : k_cache + row + dim,
+         x);
 }
 
 // ---------------------------------------------------------------- splits
@@ -141,26 +149,36 @@ METAL_FUNC int split_tokens(int length) {
 
 // ---------------------------------------------------------------- attend
 
-// Sums 4 * H values over the lanes of a simdgroup; lane l is left with value l / (8 / H), order
-// (key, head).
-template <int N>
-METAL_FUNC float sum_and_scatter(thread float* p, uint lane) {
-  int mask = 16;
-  for (int n = N / 2; n >= 1; n /= 2) {
-    const bool upper = (int(lane) & mask) != 0;
-    for (int i = 0; i < n; ++i) {
-      const float send = upper ? p[i] : p[i + n];
-      const float keep = upper ? p[i + n] : p[i];
-      p[i] = keep + simd_shuffle_xor(send, ushort(mask));
+// Sums N values over the lanes of a simdgroup; lane l is left with value l / (32 / N). A step keeps
+// half of the values and sends the other half to the lane MASK away. Recursive, and each value read
+// before it is chosen, so that no index and no address is left to run time: those cost a chain of
+// selects, or the stack.
+template <int N, int MASK>
+struct SumAndScatter {
+  static METAL_FUNC float of(thread const float* p, uint lane) {
+    const bool upper = (int(lane) & MASK) != 0;
+    float half_sums[N / 2];
+#pragma clang loop unroll(full)
+    for (int i = 0; i < N / 2; ++i) {
+      const float low = p[i];
+      const float high = p[i + N / 2];
+      half_sums[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, ushort(MASK));
     }
-    mask /= 2;
+    return SumAndScatter<N / 2, MASK / 2>::of(half_sums, lane);
   }
-  float sum = p[0];
-  for (; mask >= 1; mask /= 2) {
-    sum += simd_shuffle_xor(sum, ushort(mask));
+};
+
+template <int MASK>
+struct SumAndScatter<1, MASK> {
+  static METAL_FUNC float of(thread const float* p, uint) {
+    float sum = p[0];
+#pragma clang loop unroll(full)
+    for (int mask = MASK; mask >= 1; mask >>= 1) {
+      sum += simd_shuffle_xor(sum, ushort(mask));
+    }
+    return sum;
   }
-  return sum;
-}
+};
 
 // What a simdgroup has of H heads: o dims 8 * lane ..., and running max and sum.
 template <int H>
@@ -280,6 +298,7 @@ METAL_FUNC void attend_body(device const A* q, device const A* keys, device cons
   load_rows(k_rows, k, base, end - 1, lane);
   for (; base < end; base += step) {
     load_rows(v_rows, v, base, end - 1, lane);
+    issue_loads();
     float p[kKeys * H];
     for (int j = 0; j < kKeys; ++j) {
       float x[8];
@@ -293,7 +312,8 @@ METAL_FUNC void attend_body(device const A* q, device const A* keys, device cons
       }
     }
     load_rows(k_rows, k, base + step, end - 1, lane);
-    float score = sum_and_scatter<kKeys * H>(p, lane);
+    issue_loads();
+    float score = SumAndScatter<kKeys * H, 16>::of(p, lane);
     score = base + int(lane) / 8 < end ? score : minus_infinity();
     float top = max(score, simd_shuffle_xor(score, ushort(16)));
     top = max(top, simd_shuffle_xor(top, ushort(8)));
@@ -445,8 +465,17 @@ template <typename A>
 
 // ---------------------------------------------------------------- merge
 
+// o of splits first, first + kMergeSimdgroups, ..., the last split in place of those past it.
+METAL_FUNC void load_partials(thread float2* o, device const float* column, int first, int last) {
+#pragma clang loop unroll(full)
+  for (int i = 0; i < kMergeAtOnce; ++i) {
+    o[i] = *(device const float2*)(column + min(first + i * kMergeSimdgroups, last) * kD);
+  }
+}
+
 // Grid: (D / 64, H), kMergeSimdgroups simdgroups; a lane holds 2 dims, simdgroup s adds splits s, s
-// + kMergeSimdgroups, ...
+// + kMergeSimdgroups, ... of each 32, whose weights its lanes make, one each. kMergeAtOnce loads of
+// o are in flight together, the first of them before the maximum is known.
 template <typename A>
 [[kernel]] void attention_merge(
     device const float2* partial_ml [[buffer(0)]], device const float* partial_o [[buffer(1)]],
@@ -457,34 +486,55 @@ template <typename A>
   threadgroup float2 shared[16 * 32];
   const int head = int(group.y);
   const int dim = int(group.x) * kMergeDims + int(lane) * 2;
+  device const A* gate = q_gate + head * 2 * kD + kD + dim;
+  const float gate0 = float(gate[0]);
+  const float gate1 = float(gate[1]);
   const int length = position[0] + 1;
   const int tokens = split_tokens(length);
   const int splits = min((length + tokens - 1) / at_least_1(tokens), kSplits);
   device const float2* ml = partial_ml + head * kSplits;
+  device const float* column = partial_o + head * kSplits * kD + dim;
+
+  float2 next[kMergeAtOnce];
+  load_partials(next, column, int(simdgroup), splits - 1);
   float top = minus_infinity();
   for (int i = int(lane); i < splits; i += 32) {
     top = max(top, ml[i].x);
   }
   top = group_max(top);
   float l = 0.0f;
-  for (int i = int(lane); i < splits; i += 32) {
-    l = fma(precise::exp(ml[i].x - top), ml[i].y, l);
+  float2 o = float2(0.0f);
+  for (int base = 0; base < splits; base += 32) {
+    float w = 0.0f;
+    if (base + int(lane) < splits) {
+      const float2 part = ml[base + int(lane)];
+      w = precise::exp(part.x - top);
+      l = fma(w, part.y, l);
+    }
+    const int end = min(32, splits - base);
+    for (int j = int(simdgroup); j < end; j += kMergeAtOnce * kMergeSimdgroups) {
+      float2 now[kMergeAtOnce];
+      for (int i = 0; i < kMergeAtOnce; ++i) {
+        now[i] = next[i];
+      }
+      const int after = j + kMergeAtOnce * kMergeSimdgroups;
+      load_partials(next, column, base + (after < end ? after : 32 + int(simdgroup)), splits - 1);
+      for (int i = 0; i < kMergeAtOnce; ++i) {
+        const int at = j + i * kMergeSimdgroups;  // from 32 on: not of these
+        const float weight = simd_shuffle(w, ushort(at & 31));
+        o = fma(float2(at < 32 ? weight : 0.0f), now[i], o);
+      }
+    }
   }
   l = group_sum(l, 32);
-  float2 o = float2(0.0f);
-  for (int i = int(simdgroup); i < splits; i += kMergeSimdgroups) {
-    const float w = precise::exp(ml[i].x - top);
-    o = fma(float2(w), *(device const float2*)(partial_o + (head * kSplits + i) * kD + dim), o);
-  }
   shared[int(simdgroup) * 32 + int(lane)] = o;
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (simdgroup == 0) {
     for (int s = 1; s < kMergeSimdgroups; ++s) {
       o += shared[s * 32 + int(lane)];
     }
-    device const A* gate = q_gate + head * 2 * kD + kD + dim;
-    out[head * kD + dim] = A(o.x / l * sigmoid(float(gate[0])));
-    out[head * kD + dim + 1] = A(o.y / l * sigmoid(float(gate[1])));
+    out[head * kD + dim] = A(o.x / l * sigmoid(gate0));
+    out[head * kD + dim + 1] = A(o.y / l * sigmoid(gate1));
   }
 }
 

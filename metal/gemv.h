@@ -147,12 +147,14 @@ METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, device const A* h
       if (c + 1 < chunks) {
         load_tile(tile, m.w, m.scales, m.biases, rows, units, groups, m.bits, kGroup,
                   unit + lanes * U, lanes);
+        issue_loads();
       } else if (b + 1 < kBlocks) {
         for (int r = 0; r < R; ++r) {
           rows[r] = min(next_block * block_rows + sub_row + r * (32 / lanes), next.rows - 1);
         }
         load_tile(tile, next.w, next.scales, next.biases, rows, kK * next.bits / 128, groups,
                   next.bits, kGroup, part * (kK * next.bits / 128 / split) + sub_lane, lanes);
+        issue_loads();
       }
       if (m.bits == 4) {
         add_tile<A, R, U, 32>(now, x, unit, lanes, acc);

@@ -73,19 +73,42 @@ struct Picks {
   threadgroup float* weights;    // [kMaxTopK], not yet divided by their sum
 };
 
+// This lane's logit of every 32 experts, so that their loads can be in flight during other work.
+struct Logits {
+  float value[kMaxChunks];
+};
+
+METAL_FUNC Logits load_logits(device const float* logits, uint lane) {
+  Logits l;
+#pragma clang loop unroll(full)
+  for (int i = 0; i < kMaxChunks; ++i) {
+    if (i < kExperts / 32) {
+      l.value[i] = logits[i * 32 + int(lane)];
+    }
+  }
+  return l;
+}
+
 // Softmax of logits and the kTopK best. A NaN counts as less than all others, so ids are always
 // distinct and valid. Ends with a barrier.
-METAL_FUNC void pick_experts(thread const Picks& picks, device const float* logits, uint tid,
-                             uint simdgroup, uint lane, int simdgroups) {
+METAL_FUNC void pick_experts(thread const Picks& picks, thread const Logits& all,
+                             device const float* logits, uint tid, uint simdgroup, uint lane,
+                             int simdgroups) {
   const int chunks = kExperts / 32;
   float top = minus_infinity();
-  for (int i = 0; i < chunks; ++i) {
-    top = max(top, logits[i * 32 + int(lane)]);
+#pragma clang loop unroll(full)
+  for (int i = 0; i < kMaxChunks; ++i) {
+    if (i < chunks) {
+      top = max(top, all.value[i]);
+    }
   }
   top = group_max(top);
   float sum = 0.0f;
-  for (int i = 0; i < chunks; ++i) {
-    sum += precise::exp(logits[i * 32 + int(lane)] - top);
+#pragma clang loop unroll(full)
+  for (int i = 0; i < kMaxChunks; ++i) {
+    if (i < chunks) {
+      sum += precise::exp(all.value[i] - top);
+    }
   }
   sum = group_sum(sum, 32);
   for (int i = int(simdgroup); i < chunks; i += simdgroups) {
@@ -188,6 +211,7 @@ METAL_FUNC void gate_up_body(Rows3<A> gate, Rows3<A> up, device A* act, StagedRo
             sub_lane, lanes);
   load_tile(up_tile, up.w, up.scales, up.biases, rows, units, groups, bits, kMoeGroup, sub_lane,
             lanes);
+  issue_loads();
   for (int c = 0; c < chunks; ++c) {
     const Tile<A, R, U> g = gate_tile;
     const Tile<A, R, U> p = up_tile;
@@ -198,6 +222,7 @@ METAL_FUNC void gate_up_body(Rows3<A> gate, Rows3<A> up, device A* act, StagedRo
                 next, lanes);
       load_tile(up_tile, up.w, up.scales, up.biases, rows, units, groups, bits, kMoeGroup, next,
                 lanes);
+      issue_loads();
     }
     if (bits == 4) {
       add_tile_pair<A, R, U, 32>(g, p, x, unit, lanes, gate_sum, up_sum);
@@ -269,11 +294,15 @@ template <typename A, int KMAX>
   const int slot = shared ? kTopK : int(group.x) / at_least_1(slot_groups);
   const int block = (int(group.x) - slot * slot_groups) * kUpSimdgroups + int(simdgroup);
 
+  Logits all;
+  if (!shared && kSelect) {
+    all = load_logits(logits, lane);
+  }
   stage_row(row, x, x, act, kHidden, false, false, 0.0f, values, tid, simdgroup, lane,
             kUpSimdgroups);
   int expert = 0;
   if (!shared && kSelect) {
-    pick_experts(picks, logits, tid, simdgroup, lane, kUpSimdgroups);
+    pick_experts(picks, all, logits, tid, simdgroup, lane, kUpSimdgroups);
     expert = int(picked_ids[slot]);
     if (group.x == 0) {
       write_route(picks, ids, weights, tid);
@@ -316,6 +345,7 @@ METAL_FUNC void load_unit_x(device const A* x, int unit, thread UnitX<CODES>& v)
     v.even += v.x[i];
     v.odd += v.x[i + 1];
   }
+  v.exponent = runtime_exponent(v.even);
 }
 
 template <typename A, int R, int U, int CODES>
@@ -353,6 +383,7 @@ METAL_FUNC void down_body(Rows3<A> down, device const A* act, threadgroup float*
     Tile<A, R, U> t;
     load_tile(t, down.w, down.scales, down.biases, rows, units, groups, bits, kMoeGroup, unit,
               lanes);
+    issue_loads();
     if (bits == 4) {
       add_tile_of_act<A, R, U, 32>(t, act, unit, lanes, sum);
     } else if (bits == 8) {
@@ -395,6 +426,22 @@ template <typename A>
   const int row0 = int(group.x) * rows;
   const int slot = int(simdgroup);
   const bool shared = kHasShared && slot == kTopK;
+  // What the sum over slots needs, before the products: nobody waits for it then.
+  const int row = row0 + int(tid);
+  const bool owner = int(tid) < rows && row < kHidden;
+  float weight[kMaxTopK];
+  float gate = 0.0f;
+  float before = 0.0f;
+  if (owner) {
+#pragma clang loop unroll(full)
+    for (int s = 0; s < kMaxTopK; ++s) {
+      if (s < kTopK) {
+        weight[s] = weights[s];
+      }
+    }
+    gate = kSharedGate ? shared_gate[0] : 0.0f;
+    before = float(h[row]);
+  }
   int first_row = 0;
   if (kHasExperts && !shared) {
     first_row = int(ids[slot]) * kHidden;
@@ -411,17 +458,19 @@ template <typename A>
   LILY_DOWN_SHAPES(LILY_CASE)
 #undef LILY_CASE
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const int row = row0 + int(tid);
-  if (int(tid) < rows && row < kHidden) {
+  if (owner) {
     float y = 0.0f;
-    for (int s = 0; s < kTopK; ++s) {
-      y = fma(weights[s], products[s * kMaxDownRows + int(tid)], y);
+#pragma clang loop unroll(full)
+    for (int s = 0; s < kMaxTopK; ++s) {
+      if (s < kTopK) {
+        y = fma(weight[s], products[s * kMaxDownRows + int(tid)], y);
+      }
     }
     if (kSharedGate) {
       const float p = kHasShared ? products[kTopK * kMaxDownRows + int(tid)] : shared_product[row];
-      y = fma(sigmoid(shared_gate[0]), p, y);
+      y = fma(sigmoid(gate), p, y);
     }
-    out[row] = A(float(h[row]) + float(A(y)));
+    out[row] = A(before + float(A(y)));
   }
 }
 
@@ -442,6 +491,6 @@ template <typename A>
   picks.candidates = candidates;
   picks.ids = picked_ids;
   picks.weights = picked_weights;
-  lily::pick_experts(picks, logits, tid, simdgroup, lane, lily::kUpSimdgroups);
+  lily::pick_experts(picks, lily::load_logits(logits, lane), logits, tid, simdgroup, lane, lily::kUpSimdgroups);
   lily::write_route(picks, ids, weights, tid);
 }

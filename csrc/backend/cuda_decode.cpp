@@ -2,6 +2,7 @@
 // buffers, and each step sets the position, copies the token in, launches the graph and copies the
 // results out, all on MLX's stream.
 #include <algorithm>
+#include <deque>
 #include <map>
 #include <stdexcept>
 
@@ -20,6 +21,47 @@ mx::array fresh(mx::Shape shape, mx::Dtype dtype) {
   allocate(a);
   a.set_status(mx::array::Status::available);
   return a;
+}
+
+// The card's own memory, for what never leaves a step: MLX's allocator gives memory that the CPU
+// shares, and kernels that start by reading a position over the bus wait for it.
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(size_t bytes) : bytes_(std::max<size_t>(bytes, 16)) {
+    check_cuda(cuMemAlloc(&address_, bytes_), std::to_string(bytes_) + " bytes for a decode step");
+  }
+  // Waits for the card.
+  ~DeviceMemory() {
+    cuMemFree(address_);
+  }
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+
+  CUdeviceptr address() const {
+    return address_;
+  }
+  Buffer buffer() const {
+    return {static_cast<uint64_t>(address_), reinterpret_cast<char*>(address_), bytes_};
+  }
+
+ private:
+  CUdeviceptr address_ = 0;
+  size_t bytes_;
+};
+
+struct SetOptions {
+  DecodeOptions options;
+  int version = 0;
+};
+
+SetOptions& set_options() {
+  static SetOptions set = [] {
+    SetOptions s;
+    s.options.logits = true;
+    s.options.nvidia = true;
+    return s;
+  }();
+  return set;
 }
 
 CUdeviceptr address(const mx::array& a) {
@@ -56,19 +98,19 @@ class CudaDecode : public GpuDecode {
 
     std::vector<mx::array> replaced;  // kept until the step has run
     prepare(layers, position, stream, replaced, copied, grown);
-    if (!program_ || capacities_ != capacities(layers)) {
-      build(layers, stream, replaced);
+    if (!program_ || capacities_ != capacities(layers) || version_ != set_options().version) {
+      build(layers, stream);
     }
     std::vector<mx::array> next_conv = spare(layers);
     CudaGraph& graph = graph_for(layers, next_conv);
 
-    check_cuda(cuMemsetD32Async(address(*position_), static_cast<unsigned>(position), 1, stream),
+    check_cuda(cuMemsetD32Async(position_->address(), static_cast<unsigned>(position), 1, stream),
                "position");
-    check_cuda(cuMemcpyAsync(address(*token_), address(token), 4, stream), "token");
+    check_cuda(cuMemcpyAsync(token_->address(), address(token), 4, stream), "token");
     graph.launch(stream);
-    check_cuda(cuMemcpyAsync(address(out[0]), address(*next_), 4, stream), "next token");
+    check_cuda(cuMemcpyAsync(address(out[0]), next_->address(), 4, stream), "next token");
     if (out.size() > 1) {
-      check_cuda(cuMemcpyAsync(address(out[1]), address(*logits_), out[1].nbytes(), stream),
+      check_cuda(cuMemcpyAsync(address(out[1]), logits_->address(), out[1].nbytes(), stream),
                  "logits");
     }
     for (size_t i = 0, c = 0; i < layers.size(); ++i) {
@@ -190,34 +232,26 @@ class CudaDecode : public GpuDecode {
     }
   }
 
-  void build(const std::vector<CachePair>& layers, CUstream stream,
-             std::vector<mx::array>& replaced) {
-    if (arena_) {
-      replaced.push_back(*arena_);
-      replaced.insert(replaced.end(), tables_.begin(), tables_.end());
-    }
+  void build(const std::vector<CachePair>& layers, CUstream stream) {
     capacities_ = capacities(layers);
-    DecodeOptions options;
-    options.logits = true;
+    version_ = set_options().version;
     last_bindings_.reset();
-    program_ = decode_program(dims_, capacities_, options);
+    program_ = decode_program(dims_, capacities_, set_options().options);
     retire();
-    arena_ =
-        fresh({static_cast<int>(std::max<size_t>(program_->program.arena_bytes(), 1))}, mx::uint8);
+    arena_.emplace(program_->program.arena_bytes());
     if (!token_) {
-      token_ = fresh({1}, mx::uint32);
-      position_ = fresh({1}, mx::uint32);
-      next_ = fresh({1}, mx::uint32);
-      logits_ = fresh({plan_.head.rows()}, mx::float32);
+      token_.emplace(4);
+      position_.emplace(4);
+      next_.emplace(4);
+      logits_.emplace(4 * size_t(plan_.head.rows()));
       spare_.resize(layers.size());
     }
     tables_.clear();
     for (const auto& table : program_->tables) {
-      mx::array a = fresh({static_cast<int>(table.data.size())}, mx::uint8);
+      DeviceMemory& a = tables_.emplace_back(table.data.size());
       // From pageable memory: the call returns when the source has been read.
-      check_cuda(cuMemcpyHtoDAsync(address(a), table.data.data(), table.data.size(), stream),
+      check_cuda(cuMemcpyHtoDAsync(a.address(), table.data.data(), table.data.size(), stream),
                  "a table");
-      tables_.push_back(a);
     }
   }
 
@@ -262,7 +296,7 @@ class CudaDecode : public GpuDecode {
       bind(program_->weights[i], *arrays[i]);
     }
     for (size_t i = 0; i < tables_.size(); ++i) {
-      bind(program_->tables[i].slot, tables_[i]);
+      bindings.bind(program_->tables[i].slot, tables_[i].buffer());
     }
     for (size_t i = 0, c = 0; i < layers.size(); ++i) {
       bind(program_->caches[i].first, *layers[i].first);
@@ -271,11 +305,11 @@ class CudaDecode : public GpuDecode {
         bind(program_->caches[i].first_next, next_conv[c++]);
       }
     }
-    bind(program_->token, *token_);
-    bind(program_->position, *position_);
-    bind(program_->next, *next_);
-    bind(program_->logits, *logits_);
-    bindings.bind_arena(device_buffer(*arena_));
+    bindings.bind(program_->token, token_->buffer());
+    bindings.bind(program_->position, position_->buffer());
+    bindings.bind(program_->next, next_->buffer());
+    bindings.bind(program_->logits, logits_->buffer());
+    bindings.bind_arena(arena_->buffer());
     return *graphs_.emplace(key, std::make_shared<CudaGraph>(program_->program, bindings))
                 .first->second;
   }
@@ -292,14 +326,20 @@ class CudaDecode : public GpuDecode {
   std::shared_ptr<DecodeProgram> program_;
   std::optional<Bindings> last_bindings_;  // after program_, which it points to
   std::vector<int> capacities_;
-  std::optional<mx::array> arena_, token_, position_, next_, logits_;
-  std::vector<mx::array> tables_;
+  int version_ = 0;  // of the options that the Program was built with
+  std::optional<DeviceMemory> arena_, token_, position_, next_, logits_;
+  std::deque<DeviceMemory> tables_;
   std::vector<std::optional<mx::array>> spare_;  // by layer
   std::map<std::vector<CUdeviceptr>, std::shared_ptr<CudaGraph>> graphs_;
   std::vector<std::shared_ptr<CudaGraph>> retired_;
 };
 
 }  // namespace
+
+void set_cuda_decode_options(const DecodeOptions& options) {
+  set_options().options = options;
+  ++set_options().version;
+}
 
 std::unique_ptr<GpuDecode> make_gpu_decode(const DecodePlan& plan) {
   return std::make_unique<CudaDecode>(plan);

@@ -143,6 +143,15 @@ GemvTile gemv_tile(int cols, const std::vector<int>& bits, int rows) {
   return {32, 1, divides(4) ? 4 : divides(2) ? 2 : 1, 1, 8, 1};
 }
 
+void override_tile(GemvTile& tile, const TileFields& tiles, const std::string& label) {
+  override_field(tile.lanes, tiles, label + ".lanes");
+  override_field(tile.r, tiles, label + ".r");
+  override_field(tile.u, tiles, label + ".u");
+  override_field(tile.split, tiles, label + ".split");
+  override_field(tile.simdgroups, tiles, label + ".simdgroups");
+  override_field(tile.blocks, tiles, label + ".blocks");
+}
+
 int gemv_groups(const std::vector<MatrixDims>& matrices, const GemvTile& tile) {
   const int block_rows = tile.r * (32 / tile.lanes);
   int blocks = 0;
@@ -217,7 +226,8 @@ void add_gemv(Builder& b, const std::string& label, const std::vector<MatrixSlot
     bits.push_back(kernel_bits(m.dims, b.t));
     rows += m.dims.rows;
   }
-  const GemvTile tile = gemv_tile(dims[0].cols, bits, rows);
+  GemvTile tile = gemv_tile(dims[0].cols, bits, rows);
+  override_tile(tile, options.tiles, label);
   const bool wide = options.float32 && b.t != Type::f32;
   Dispatch d(kernels().at("gemv_" + suffix(b.t) + (wide ? "_f32_k" : "_k") +
                           std::to_string(kmax(dims[0].cols))));

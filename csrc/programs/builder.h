@@ -2,6 +2,7 @@
 // name.
 #pragma once
 
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -98,6 +99,14 @@ void read_nothing(Dispatch& d, const std::string& name, SlotId any);
 
 // ---- One row (gemv.h, head.h)
 
+// "label.field" -> value, where a dispatch's threads are to differ from the builder's choice.
+using TileFields = std::map<std::string, int>;
+inline void override_field(int& field, const TileFields& tiles, const std::string& name) {
+  if (auto it = tiles.find(name); it != tiles.end()) {
+    field = it->second;
+  }
+}
+
 struct GemvOptions {
   std::optional<SlotId> norm;      // normalise h with this weight first
   std::optional<SlotId> residual;  // y = rnd(residual + rnd(W x))
@@ -105,6 +114,7 @@ struct GemvOptions {
   bool float32 = false;            // y is fp32, unrounded
   float eps = 0.0f;
   std::optional<std::vector<size_t>> offsets;  // of each y in its slot, bytes
+  TileFields tiles;
 };
 
 // y_i = W_i h for one to four matrices with the same columns and group, one dispatch.
@@ -121,6 +131,7 @@ struct GemvTile {
 GemvTile gemv_tile(int cols, const std::vector<int>& bits, int rows);
 Constants gemv_constants(Type t, const std::vector<MatrixDims>& matrices, const GemvTile& tile,
                          const GemvOptions& options);
+void override_tile(GemvTile& tile, const TileFields& tiles, const std::string& label);
 int gemv_groups(const std::vector<MatrixDims>& matrices, const GemvTile& tile);
 int kmax(int cols);
 

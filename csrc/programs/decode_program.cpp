@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <stdexcept>
 
 namespace lily {
 namespace {
@@ -27,11 +28,29 @@ struct Splits {
 };
 
 Splits splits_of(const AttentionDims& a, int capacity, const DecodeOptions& options) {
+  if (options.splits > 0) {
+    return {options.splits, 0, 4};
+  }
+  if (options.nvidia) {
+    // Four threadgroups of query heads a split; three threadgroups fit a multiprocessor.
+    return {capacity <= 1024 ? 16 : 96, 0, 4};
+  }
   const bool shared = a.heads / a.kv_heads == 8 && a.head_dim == kHeadDim;
   if (options.fixed_block_from >= 0 && shared && capacity > options.fixed_block_from) {
     return {ceil_div(capacity, 1024), 1024, 8};
   }
   return {capacity <= 1024 ? 8 : capacity <= 8192 ? 16 : 32, 0, 4};
+}
+
+// Where 132 multiprocessors of 64K registers want other threads than an Apple GPU: threadgroups
+// small enough that one wave of them holds all rows, and no loop over blocks that takes registers.
+const TileFields& nvidia_tiles() {
+  static const TileFields tiles = {{"delta in.simdgroups", 4},
+                                   {"attention in.simdgroups", 4},
+                                   {"experts up.simdgroups", 4},
+                                   {"head.blocks", 1},
+                                   {"argmax.simdgroups", 16}};
+  return tiles;
 }
 
 int largest_power(int n, int most) {
@@ -51,7 +70,7 @@ struct MoeTile {
   }
 };
 
-MoeTile moe_tile(const MoeDims& m, Type t) {
+MoeTile moe_tile(const MoeDims& m, Type t, const TileFields& tiles) {
   const int up = std::gcd(m.gate.cols * kernel_bits(m.gate, t) / 128,
                           m.shared_gate.cols * kernel_bits(m.shared_gate, t) / 128);
   const int down = std::gcd(m.down.cols * kernel_bits(m.down, t) / 128,
@@ -65,6 +84,13 @@ MoeTile moe_tile(const MoeDims& m, Type t) {
   tile.down_lanes = largest_power(down, 16);
   tile.down_r = tile.down_lanes >= 8 ? 4 : tile.down_lanes >= 2 ? 2 : 1;
   tile.down_u = 1;
+  override_field(tile.up_lanes, tiles, "experts up.lanes");
+  override_field(tile.up_r, tiles, "experts up.r");
+  override_field(tile.up_u, tiles, "experts up.u");
+  override_field(tile.up_simdgroups, tiles, "experts up.simdgroups");
+  override_field(tile.down_lanes, tiles, "experts down.lanes");
+  override_field(tile.down_r, tiles, "experts down.r");
+  override_field(tile.down_u, tiles, "experts down.u");
   return tile;
 }
 
@@ -139,7 +165,15 @@ class DecodeBuilder {
  public:
   DecodeBuilder(const DecodeDims& dims, const std::vector<int>& capacities,
                 const DecodeOptions& options)
-      : dims_(dims), capacities_(capacities), o_(options), b_("decode step", dims.t) {}
+      : dims_(dims),
+        capacities_(capacities),
+        o_(options),
+        given_(options.tiles),
+        b_("decode step", dims.t) {
+    if (o_.nvidia) {
+      o_.tiles.insert(nvidia_tiles().begin(), nvidia_tiles().end());  // given ones stay
+    }
+  }
 
   std::shared_ptr<DecodeProgram> build() {
     token_ = b_.input("token", 4);
@@ -157,6 +191,7 @@ class DecodeBuilder {
     SlotId norm = b_.weight("norm.weight", b_.size(dims_.embedding.cols));
     add_head(norm, b_.matrix("lm_head", dims_.head), h);
     b_.program.finish();
+    check_tiles();
     auto out = std::make_shared<DecodeProgram>(std::move(b_.program));
     out->weights = std::move(b_.weights);
     out->tables = std::move(b_.tables);
@@ -169,6 +204,18 @@ class DecodeBuilder {
   }
 
  private:
+  // Every tile asked for is one of a dispatch that there is.
+  void check_tiles() const {
+    for (auto& [name, value] : given_) {
+      const std::string label = name.substr(0, name.rfind('.'));
+      const auto& all = b_.program.dispatches();
+      if (std::none_of(all.begin(), all.end(), [&](auto& d) { return d.name == label; })) {
+        throw std::invalid_argument("the decode step has no dispatch '" + label +
+                                    "' whose threads '" + name + "' could set.");
+      }
+    }
+  }
+
   SlotId hidden(const std::string& name) {
     return b_.scratch(name, b_.size(dims_.embedding.cols));
   }
@@ -213,6 +260,7 @@ class DecodeBuilder {
     GemvOptions options;
     options.float32 = float32;
     options.eps = dims_.eps;
+    options.tiles = o_.tiles;
     if (o_.fuse_norm) {
       options.norm = norm;
       options.row = row;
@@ -236,6 +284,7 @@ class DecodeBuilder {
                  SlotId h) {
     SlotId next = hidden(name + "h");
     GemvOptions options;
+    options.tiles = o_.tiles;
     if (o_.fuse_residual) {
       options.residual = h;
       add_gemv(b_, label, {w}, y, {next}, options);
@@ -281,8 +330,10 @@ class DecodeBuilder {
     add_products("delta in", name, h, norm, {w.qkv, w.z, w.b, w.a}, {qkv, z, beta, a}, false,
                  std::nullopt);
     if (o_.fuse_delta) {
+      int simdgroups = 16;
+      override_field(simdgroups, o_.tiles, "delta step.simdgroups");
       add_delta_step(b_, d, qkv, z, beta, a, w.conv, w.A_log, w.dt_bias, w.norm, conv, conv_next,
-                     state, state, out);
+                     state, state, out, simdgroups);
     } else {
       add_delta_apart(d, name, w, qkv, z, beta, a, conv, conv_next, state, out);
     }
@@ -333,12 +384,15 @@ class DecodeBuilder {
     add_products("attention in", name, h, norm, {w.q, w.k, w.v}, {q_gate, k, v}, false,
                  std::nullopt);
 
-    const Splits splits = splits_of(a, capacity, o_);
+    Splits splits = splits_of(a, capacity, o_);
+    override_field(splits.simdgroups, o_.tiles, "attention.simdgroups");
     const int length = o_.context > 0 ? std::min(o_.context, capacity) : capacity;
     const int used = splits.used(length);
     const int share = a.heads / a.kv_heads;
     const int pack = o_.coalesced ? std::min(o_.pack, largest_power(share, 8)) : 4;
-    constexpr int kPrepareSimdgroups = 4, kMergeSimdgroups = 4;
+    int prepare_simdgroups = o_.nvidia ? 1 : 4, merge_simdgroups = splits.count > 32 ? 8 : 4;
+    override_field(prepare_simdgroups, o_.tiles, "attention prepare.simdgroups");
+    override_field(merge_simdgroups, o_.tiles, "attention merge.simdgroups");
     const Constants constants{{"kQueryHeads", int32_t{a.heads}},
                               {"kKvHeads", int32_t{a.kv_heads}},
                               {"kRotary", int32_t{a.rotary}},
@@ -347,8 +401,8 @@ class DecodeBuilder {
                               {"kSplits", int32_t{splits.count}},
                               {"kBlockTokens", int32_t{splits.block}},
                               {"kPack", int32_t{pack}},
-                              {"kPrepareSimdgroups", int32_t{kPrepareSimdgroups}},
-                              {"kMergeSimdgroups", int32_t{kMergeSimdgroups}}};
+                              {"kPrepareSimdgroups", int32_t{prepare_simdgroups}},
+                              {"kMergeSimdgroups", int32_t{merge_simdgroups}}};
 
     Dispatch p(kernels().at("attention_prepare_" + suffix(b_.t)));
     set_constants(p, constants);
@@ -358,7 +412,7 @@ class DecodeBuilder {
     p.value("capacity", int32_t{capacity}).write("q_out", q);
     p.write("k_cache", keys).traffic({b_.size(kv), {}, 0});
     p.write("v_cache", values).traffic({b_.size(kv), {}, 0});
-    p.grid(ceil_div(a.heads + 2 * a.kv_heads, kPrepareSimdgroups)).threads(32 * kPrepareSimdgroups);
+    p.grid(ceil_div(a.heads + 2 * a.kv_heads, prepare_simdgroups)).threads(32 * prepare_simdgroups);
     b_.add(std::move(p), "attention prepare");
 
     const size_t parts = size_t(a.heads) * splits.count;
@@ -383,7 +437,7 @@ class DecodeBuilder {
     m.read("partial_o", o).traffic({4 * used_parts * D, {}, 0});
     m.read("q_gate", q_gate).traffic({b_.size(inner), {}, 0});
     m.read("position", position_).write("out", out);
-    m.grid(D / 64, a.heads).threads(32 * kMergeSimdgroups);
+    m.grid(D / 64, a.heads).threads(32 * merge_simdgroups);
     b_.add(std::move(m), "attention merge");
     return add_out("attention out", name, w.out, out, h);
   }
@@ -399,7 +453,7 @@ class DecodeBuilder {
 
   SlotId add_moe(const MoeDims& m, const std::string& name, SlotId norm, SlotId h) {
     MoeSlots w = moe_slots(b_, name, m);
-    const MoeTile tile = moe_tile(m, b_.t);
+    const MoeTile tile = moe_tile(m, b_.t, o_.tiles);
     MoeRow r{hidden(name + "x"), b_.scratch(name + "logits", 4 * size_t(m.router.rows)),
              b_.scratch(name + "shared_logit", 4), b_.scratch(name + "ids", 4 * size_t(m.top_k)),
              b_.scratch(name + "weights", 4 * size_t(m.top_k))};
@@ -465,17 +519,20 @@ class DecodeBuilder {
       add_norm(h, norm, x);
       h = x;
     }
-    const GemvTile tile = gemv_tile(head.dims.cols, {kernel_bits(head.dims, b_.t)}, head.dims.rows);
+    GemvTile tile = gemv_tile(head.dims.cols, {kernel_bits(head.dims, b_.t)}, head.dims.rows);
+    override_tile(tile, o_.tiles, "head");
     int partials = gemv_groups({head.dims}, tile), simdgroups = tile.simdgroups;
     if (!o_.fuse_head) {
       partials = std::min(64, ceil_div(vocabulary, 256));
     }
     SlotId values = b_.scratch("partial values", 4 * size_t(partials));
     SlotId ids = b_.scratch("partial ids", 4 * size_t(partials));
-    const Constants stage{{"kRows0", int32_t{vocabulary}},
-                          {"kSimdgroups", int32_t{simdgroups}},
-                          {"kPartials", int32_t{partials}},
-                          {"kAdvance", false}};
+    auto stage = [&]() -> Constants {
+      return {{"kRows0", int32_t{vocabulary}},
+              {"kSimdgroups", int32_t{simdgroups}},
+              {"kPartials", int32_t{partials}},
+              {"kAdvance", false}};
+    };
     if (o_.fuse_head) {
       Dispatch d(
           kernels().at("head_gemv_" + suffix(b_.t) + "_k" + std::to_string(kmax(head.dims.cols))));
@@ -498,13 +555,14 @@ class DecodeBuilder {
       options.float32 = true;
       add_gemv(b_, "head", {head}, h, {logits}, options);
       Dispatch d(kernels().at("argmax_logits"));
-      set_constants(d, stage);
+      set_constants(d, stage());
       d.read("logits", logits).write("partial_values", values).write("partial_ids", ids);
       d.grid(partials).threads(32 * simdgroups);
       b_.add(std::move(d), "argmax stage");
     }
+    override_field(simdgroups, o_.tiles, "argmax.simdgroups");
     Dispatch d(kernels().at("argmax_final"));
-    set_constants(d, stage);
+    set_constants(d, stage());
     d.read("partial_values", values).read("partial_ids", ids).write("token", next_);
     d.grid(1).threads(32 * simdgroups);
     b_.add(std::move(d), "argmax");
@@ -513,6 +571,7 @@ class DecodeBuilder {
   const DecodeDims& dims_;
   const std::vector<int>& capacities_;
   DecodeOptions o_;
+  TileFields given_;
   Builder b_;
   SlotId token_, position_, next_, logits_, frequencies_;
   std::vector<DecodeProgram::Caches> caches_;
@@ -591,18 +650,17 @@ MoeSlots moe_slots(Builder& b, const std::string& name, const MoeDims& m) {
 
 void add_delta_step(Builder& b, const DeltaDims& d, SlotId qkv, SlotId z, SlotId beta, SlotId a,
                     SlotId conv_weight, SlotId A_log, SlotId dt_bias, SlotId norm, SlotId conv,
-                    SlotId conv_next, SlotId state, SlotId state_next, SlotId out) {
-  constexpr int kSimdgroups = 16;
+                    SlotId conv_next, SlotId state, SlotId state_next, SlotId out, int simdgroups) {
   Dispatch s(kernels().at("gdn_step_" + suffix(b.t)));
   set_constants(s, {{"kKeyHeads", int32_t{d.key_heads}},
                     {"kValueHeads", int32_t{d.value_heads}},
-                    {"kGdnSimdgroups", int32_t{kSimdgroups}},
+                    {"kGdnSimdgroups", int32_t{simdgroups}},
                     {"kGdnEps", d.eps}});
   s.read("qkv", qkv).read("z", z).read("b", beta).read("a", a).read("conv_state", conv);
   s.read("conv_weight", conv_weight).read("a_log", A_log).read("dt_bias", dt_bias);
   s.read("norm_weight", norm).read("state", state).write("conv_state_out", conv_next);
   s.write("state_out", state_next).write("out", out).in_place("state", "state_out");
-  s.grid(d.value_heads).threads(32 * kSimdgroups);
+  s.grid(d.value_heads).threads(32 * simdgroups);
   b.add(std::move(s), "delta step");
 }
 

@@ -57,8 +57,14 @@ struct DecodeOptions {
   int pack = 4;                  // query heads of one KV head a threadgroup
   bool coalesced = true;         // neighbouring lanes read neighbouring bytes of the cache
   int fixed_block_from =
-      32768;        // tokens of capacity above which splits have a fixed length; < 0: never
-  int context = 0;  // tokens attended to, for counts of bytes; 0: the capacity
+      32768;            // tokens of capacity above which splits have a fixed length; < 0: never
+  int context = 0;      // tokens attended to, for counts of bytes; 0: the capacity
+  bool nvidia = false;  // splits and tiles for an NVIDIA card with 132 multiprocessors
+  int splits = 0;       // of a KV cache, all of equal length; 0: by the capacity
+  // Other threads for dispatches: "label.field", e.g. "delta in.simdgroups". Fields are those of
+  // GemvTile; of "experts up" lanes, r, u, simdgroups; of "experts down" lanes, r, u; of "delta
+  // step", "attention", "attention prepare", "attention merge" and "argmax" simdgroups.
+  TileFields tiles;
 };
 
 struct DecodeProgram {
@@ -108,6 +114,7 @@ MoeSlots moe_slots(Builder& b, const std::string& name, const MoeDims& m);
 // One row's gated_delta as one dispatch; state and state_next may be one slot.
 void add_delta_step(Builder& b, const DeltaDims& d, SlotId qkv, SlotId z, SlotId beta, SlotId a,
                     SlotId conv_weight, SlotId A_log, SlotId dt_bias, SlotId norm, SlotId conv,
-                    SlotId conv_next, SlotId state, SlotId state_next, SlotId out);
+                    SlotId conv_next, SlotId state, SlotId state_next, SlotId out,
+                    int simdgroups = 16);
 
 }  // namespace lily

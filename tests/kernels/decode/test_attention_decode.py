@@ -194,6 +194,21 @@ def test_strided_checked(length: int) -> None:
 
 
 @pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
+@pytest.mark.parametrize("merge", [2, 16])
+def test_many_splits_checked(a: Dtype, merge: int) -> None:
+    """38 of 41 splits in use: the merge takes weights of 32 and then of 6."""
+    case = Case(a, 150, 152, heads=1)
+    case.check(case.run(constants(1, simdgroups=1, splits=41, pack=1, merge=merge), "checked")[0])
+
+
+@pytest.mark.parametrize("splits", [31, 32, 33, 63, 64, 65, 96, 130])
+def test_numbers_of_splits(splits: int) -> None:
+    case = Case(BF16, 4 * splits, 4 * splits, heads=2)
+    out = case.run(constants(2, simdgroups=1, splits=splits, pack=2, merge=8), "cpu")[0]
+    case.check(out)
+
+
+@pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
 @pytest.mark.parametrize("length", [1, 2, 255, 256, 257, 1000])
 def test_lengths(a: Dtype, length: int) -> None:
     """16 query heads on 2 KV heads; more splits than tiles at the short end."""

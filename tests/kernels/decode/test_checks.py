@@ -36,6 +36,7 @@ INSTANCES = {
         "gdn_gated_norm_bf16": "gdn_gated_norm<bfloat>",
     },
     "attention_decode.metal": {
+        "attention_prepare_bf16": "attention_prepare<bfloat>",
         "attention_decode_bf16": "attention_decode<bfloat>",
         "attention_decode_strided_bf16": "attention_decode_strided<bfloat>",
         "attention_merge_bf16": "attention_merge<bfloat>",
@@ -82,6 +83,10 @@ def run_gdn_parts() -> None:
     gdn.test_unfused_parts("checked", BF16, GdnShape(1, 2))
 
 
+def run_prepare() -> None:
+    attention.test_prepare("checked", "bf16", 3, 1, 5, 128)
+
+
 def run_attention() -> None:
     """Eight heads on four simdgroups: the merge takes two rounds."""
     case = attention.Case(BF16, 45, 48)
@@ -106,6 +111,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "head": run_head,
     "gdn": run_gdn,
     "gdn parts": run_gdn_parts,
+    "prepare": run_prepare,
     "attention": run_attention,
     "strided": run_strided,
     "moe": run_moe,
@@ -117,7 +123,7 @@ BARRIERS = {
     "gemv.h": ["split"],
     "head.h": ["head"],
     "gdn_step.h": ["gdn", "gdn", "gdn parts"],
-    "attention_decode.h": ["attention", "attention", "strided", "attention"],
+    "attention_decode.h": ["prepare", "attention", "attention", "strided", "attention"],
     "moe_decode.h": ["moe", "moe", "moe"],
 }
 

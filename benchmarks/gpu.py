@@ -190,7 +190,7 @@ def decode_rate(step: Any, model: nn.Module, context: int, tokens: int) -> tuple
 
 
 def kernels(model: nn.Module, context: int, rate: float) -> list[dict[str, Any]]:
-    """Each kernel of one step: dispatches, time, declared bytes, floor at `rate`, time over floor."""
+    """Each kernel of one step: dispatches, time, declared bytes, floor at `rate`, time over it."""
     caches = caches_at(model, context)
     for token in (1, 2, 3):
         mx.eval(model(mx.array([[token]]), cache=caches))
@@ -204,7 +204,8 @@ def kernels(model: nn.Module, context: int, rate: float) -> list[dict[str, Any]]
         floor = labels[label] / rate
         rows.append({"label": label, "dispatches": count, "us": seconds * 1e6 / count,
                      "total_us": seconds * 1e6, "bytes": labels[label],
-                     "floor_us": floor * 1e6, "over_floor": seconds / floor if floor else None})  # fmt: skip
+                     "floor_us": floor * 1e6,
+                     "over_floor": seconds / floor if floor else None})  # fmt: skip
     return rows
 
 
@@ -280,7 +281,8 @@ def main(argv: list[str]) -> None:
         "group_size": by_path[path].group_size, "bits": by_path[path].bits})  # fmt: skip
     stock.update(ours.parameters())
     stock.eval()
-    report: dict[str, Any] = {"bundled_greedy": greedy, "device": mx.device_info().get("device_name"),
+    report: dict[str, Any] = {"bundled_greedy": greedy,
+                              "device": mx.device_info().get("device_name"),
                               "mlx": mx.__version__, "weights_gb": mx.get_active_memory() / 1e9,
                               "choice": str(ours.language_model.decode_plan().choice)}  # fmt: skip
     print(report, flush=True)
@@ -317,7 +319,8 @@ def main(argv: list[str]) -> None:
         table = kernels(ours, context, rate)
         report[f"kernels_{context}"] = table
         print(
-            f"\none step at {context}: {'kernel':>18} {'n':>4} {'us':>8} {'total':>8} {'floor':>8} {'x':>6}"
+            f"\none step at {context}: {'kernel':>18} {'n':>4} {'us':>8} {'total':>8} {'floor':>8} "
+            f"{'x':>6}"
         )
         for r in sorted(table, key=lambda r: -r["total_us"]):
             print(f"{r['label']:>36} {r['dispatches']:4} {r['us']:8.2f} {r['total_us']:8.1f} "

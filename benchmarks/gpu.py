@@ -222,6 +222,20 @@ def teacher_forced(ours: nn.Module, stock: nn.Module, count: int = 16) -> dict[s
     return {"largest_difference": worst, "same_top_1": same / count}
 
 
+def both_models() -> tuple[nn.Module, nn.Module]:
+    """Lily's and stock's model of the 35B shapes, on the same random arrays."""
+    ours = ledger.model()
+    random_weights(ours)
+    stock = qwen3_5_moe.Model(qwen3_5_moe.ModelArgs.from_dict(ledger.SHAPES))
+    stock.set_dtype(mx.bfloat16)
+    by_path = {path: module for path, module in ours.named_modules() if hasattr(module, "bits")}
+    nn.quantize(stock, 64, 4, class_predicate=lambda path, m: path in by_path and {
+        "group_size": by_path[path].group_size, "bits": by_path[path].bits})  # fmt: skip
+    stock.update(ours.parameters())
+    stock.eval()
+    return ours, stock
+
+
 def bundled_greedy() -> dict[str, Any]:
     """64 greedy tokens of the bundled model, token by token, against those of the CPU reference."""
     from lily_mlx.loading import load
@@ -272,15 +286,7 @@ def main(argv: list[str]) -> None:
     greedy = bundled_greedy()
     print("bundled model, 64 greedy tokens against the CPU's:", greedy, flush=True)
 
-    ours = ledger.model()
-    random_weights(ours)
-    stock = qwen3_5_moe.Model(qwen3_5_moe.ModelArgs.from_dict(ledger.SHAPES))
-    stock.set_dtype(mx.bfloat16)
-    by_path = {path: module for path, module in ours.named_modules() if hasattr(module, "bits")}
-    nn.quantize(stock, 64, 4, class_predicate=lambda path, m: path in by_path and {
-        "group_size": by_path[path].group_size, "bits": by_path[path].bits})  # fmt: skip
-    stock.update(ours.parameters())
-    stock.eval()
+    ours, stock = both_models()
     report: dict[str, Any] = {"bundled_greedy": greedy,
                               "device": mx.device_info().get("device_name"),
                               "mlx": mx.__version__, "weights_gb": mx.get_active_memory() / 1e9,

@@ -62,8 +62,12 @@ def backend_info() -> dict[str, str]:
 def _start() -> None:
     from lily_mlx import kernels
 
-    if _ext.has_backend("metal"):  # a build for Macs: primitives look kernels up when they run
-        kernels.load()
+    if _ext.has_backend("metal") or _ext.built_with_cuda:
+        kernels.load()  # primitives look kernels up when they run
+    if _ext.built_with_cuda:
+        from lily_mlx import ptx
+
+        ptx.register(_ext.cuda_add_kernel)
     kernels.start_from_environment()
 
 

@@ -287,7 +287,8 @@ def main(argv: list[str]) -> None:
     print("bundled model, 64 greedy tokens against the CPU's:", greedy, flush=True)
 
     ours, stock = both_models()
-    report: dict[str, Any] = {"bundled_greedy": greedy,
+    report: dict[str, Any] = {"note": "lily alone" if arguments.no_stock else "lily and stock in one run",
+        "bundled_greedy": greedy,
                               "device": mx.device_info().get("device_name"),
                               "mlx": mx.__version__, "weights_gb": mx.get_active_memory() / 1e9,
                               "choice": str(ours.language_model.decode_plan().choice)}  # fmt: skip

@@ -143,7 +143,8 @@ def _decode(result: dict[str, Any]) -> str:
         for r in sorted(kernels, key=lambda r: -r["total_us"])
     ]
     header = [f"kernel (a step at {shortest} tokens)", "n", "us each", "us", "floor us"]
-    floor = f"Floor: declared bytes at the {result['copy_tb_s']:.2f} TB/s of a copy in the same run."
+    rate = result["copy_tb_s"]
+    floor = f"Floor: declared bytes at the {rate:.2f} TB/s of a copy in the same run."
     return "\n\n".join([table, words, markdown_table(header, rows), floor])
 
 
@@ -170,7 +171,7 @@ def figures(folder: Path) -> str:
     for result in (r for r in results if "bundled_greedy" in r):
         parts.append(
             f"**Decode at the shapes of Qwen3.6-35B-A3B** (random 4-bit weights, "
-            f"{result['weights_gb']:.1f} GB; {result['device']}; mlx {result['mlx']}):\n\n"
+            f"{result['weights_gb']:.1f} GB; {result['device']}; mlx {result['mlx']}; {result['note']}):\n\n"
             f"{_decode(result)}\n\n    python -m benchmarks gpu"
         )
     if not parts:

@@ -213,8 +213,6 @@ const std::vector<Row>& table() {
     {"attention",   "metal", "attention_prep", {half, mask({"none", "causal", "bool", "additive"}), between("head_dim", 256, 256)}},
     {"decode_step", "metal", "decode_step",    {half, affine, columns, between("rows", 1, 1), between("head_dim", 256, 256),
                                                 gdn_dims[0], gdn_dims[1], metal_experts, multiple("experts", 32), metal_top_k, top_k[1]}},
-    {"gated_delta", "cuda",  "gdn_scan",       {dtype({"bfloat16"}), gdn_dims[0], gdn_dims[1]}},
-    {"moe",         "cuda",  "moe_gemm",       {dtype({"bfloat16"}), weights({"affine"}, {4, 8}, {64}), columns, metal_experts, metal_top_k, top_k[1]}},
     {"decode_step", "cuda",  "decode_step",    {half, affine, columns, between("rows", 1, 1), between("head_dim", 256, 256),
                                                 gdn_dims[0], gdn_dims[1], metal_experts, multiple("experts", 32), metal_top_k, top_k[1]}},
   };

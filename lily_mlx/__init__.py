@@ -62,12 +62,8 @@ def backend_info() -> dict[str, str]:
 def _start() -> None:
     from lily_mlx import kernels
 
-    if _ext.has_backend("metal") or _ext.built_with_cuda:
-        kernels.load()  # primitives look kernels up when they run
-    if _ext.built_with_cuda:
-        from lily_mlx import ptx
-
-        ptx.register(_ext.cuda_add_kernel)
+    if _ext.has_backend("metal"):  # a build for Macs: primitives look kernels up when they run
+        kernels.load()
     kernels.start_from_environment()
 
 

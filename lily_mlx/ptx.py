@@ -141,22 +141,6 @@ def decode_pipelines(
 NVIDIA = {"logits": True, "nvidia": True}
 """Options of the decode step with which the NVIDIA backend starts."""
 
-PREFILL_TOKENS = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256, 512, 2048, 4096)
-"""Chunk lengths that between them use every kernel of the layer primitives."""
-
-
-def prefill_pipelines(text_shapes: dict[str, Any]) -> dict[str, Any]:
-    """The pipelines of a prefill chunk and of its layer primitives, by key."""
-    from lily_mlx import _ext, kernels
-
-    kernels.load()
-    found: dict[str, Any] = {}
-    for tokens in PREFILL_TOKENS:
-        program = _ext.prefill_program(text_shapes, tokens, "apart").program
-        found |= {pipeline["key"]: pipeline for pipeline in program.pipelines}
-    return found
-
-
 CAPACITIES = (1024, 1280)
 """KV capacities that between them use every way to cut the cache."""
 
@@ -174,8 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     found: dict[str, Any] = {}
     for path in arguments.model or [str(lily_mlx.BUNDLED_MODEL)]:
         model, _ = load(path, lazy=True)
-        shapes = trace.dims(model.language_model)
-        found |= decode_pipelines(shapes, CAPACITIES) | prefill_pipelines(shapes)
+        found |= decode_pipelines(trace.dims(model.language_model), CAPACITIES)
     count = build(found.values(), kernels.folder(), arguments.output)
     print(f"{arguments.output}: {len(found)} pipelines, {count} compiled now")
 

@@ -9,9 +9,6 @@
 #ifdef LILY_METAL
 #include "backend/metal.h"
 #endif
-#ifdef LILY_CUDA
-#include "backend/cuda_layers.h"
-#endif
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "programs/layer_programs.h"
@@ -148,11 +145,9 @@ const char* layout_refusal(const mx::array& a) {
   if (!a.flags().row_contiguous) {
     return "an array is not contiguous";
   }
-#ifndef LILY_CUDA  // there data() would move the array; device memory is aligned
   if (reinterpret_cast<uintptr_t>(a.data<char>()) % kAlignment != 0) {
     return "an array does not start at a multiple of 8 bytes";
   }
-#endif
   return nullptr;
 }
 
@@ -254,26 +249,15 @@ void queue(mx::Stream s, const std::shared_ptr<Executor>& run, std::shared_ptr<c
                                             &program] { run->encode(program, bindings); });
 }
 
-#if defined(LILY_METAL) || defined(LILY_CUDA)
+#ifdef LILY_METAL
 constexpr bool kHasGpu = true;
 #else
 constexpr bool kHasGpu = false;
 #endif
 
-// Programs run on a GPU, and on the CPU while the switch is on.
+// Programs run on a Mac's GPU, and on the CPU while the switch is on.
 bool active(mx::Stream s) {
   return s.device == mx::Device::gpu ? kHasGpu : executor() != nullptr;
-}
-
-// One threadgroup a head leaves most of a large GPU idle: there the norm comes apart, so that more
-// can scan.
-Scan scan_for(mx::Stream s) {
-#ifdef LILY_CUDA
-  return s.device == mx::Device::gpu ? Scan::apart : Scan::norm;
-#else
-  (void)s;
-  return Scan::norm;
-#endif
 }
 
 bool run_layer(mx::Stream s, const std::string& kind, const std::string& kernel,
@@ -282,12 +266,6 @@ bool run_layer(mx::Stream s, const std::string& kind, const std::string& kernel,
 #ifdef LILY_METAL
   if (s.device == mx::Device::gpu) {
     run_on_metal(s, layer, in, out);
-    return true;
-  }
-#endif
-#ifdef LILY_CUDA
-  if (s.device == mx::Device::gpu) {
-    run_on_cuda(s, layer, in, out);
     return true;
   }
 #endif
@@ -456,7 +434,7 @@ bool gated_delta(mx::Stream s, const Arrays& in, Arrays& out, int key_heads, int
   key << kind << ' ' << name_of(t) << ' ' << d.B << ' ' << d.T << ' ' << key_heads << ' '
       << value_heads << ' ' << eps << has_conv_state << has_state << has_mask << has_lengths;
   auto layer = cached(key.text, [&] {
-    return gated_delta_program(type_of(t, "qkv"), choice.kernel, d, scan_for(s));
+    return gated_delta_program(type_of(t, "qkv"), choice.kernel, d);
   });
   return run_layer(s, kind, choice.kernel, layer, in, out);
 }

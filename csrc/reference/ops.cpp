@@ -428,11 +428,10 @@ void attend(const AttentionShape& s, const void* q, const KeyValues& kv, const M
     }
     return j;
   };
-  auto chunk_of = [&](int b, int hkv, int row, int chunk, const float* qs,
+  auto chunk_of = [&](int b, int hkv, int row, int start, const float* qs,
                       std::vector<float>& scores, Partial& part) {
     part.reset(group, s.D);
     scores.resize(int64_t(group) * kKeyBlock);
-    const int start = first_key(b, row) + chunk * kKeyChunk;
     const int end = std::min(visible(row), start + kKeyChunk);
     for (int j = start; j < end; j += kKeyBlock) {
       const int count = std::min(kKeyBlock, end - j);
@@ -475,8 +474,8 @@ void attend(const AttentionShape& s, const void* q, const KeyValues& kv, const M
       Partial all, part;
       query(b, hkv, row, qs);
       all.reset(group, s.D);
-      for (int c = 0; first_key(b, row) + c * kKeyChunk < visible(row); ++c) {
-        chunk_of(b, hkv, row, c, qs.data(), scores, part);
+      for (int start = first_key(b, row); start < visible(row); start += kKeyChunk) {
+        chunk_of(b, hkv, row, start, qs.data(), scores, part);
         all.merge(part, group, s.D);
       }
       finish(b, hkv, row, all);
@@ -489,19 +488,21 @@ void attend(const AttentionShape& s, const void* q, const KeyValues& kv, const M
     const int c = static_cast<int>(i % chunks), row = static_cast<int>(i / chunks % s.T),
               hkv = static_cast<int>(i / chunks / s.T % s.Hkv),
               b = static_cast<int>(i / chunks / s.T / s.Hkv);
-    if (first_key(b, row) + c * kKeyChunk >= visible(row)) {
+    const int start = first_key(b, row) + c * kKeyChunk;
+    if (start >= visible(row)) {
       return;
     }
     std::vector<float> qs, scores;
     query(b, hkv, row, qs);
-    chunk_of(b, hkv, row, c, qs.data(), scores, parts[i]);
+    chunk_of(b, hkv, row, start, qs.data(), scores, parts[i]);
   });
   for (int64_t i = 0; i < rows; ++i) {
     const int row = static_cast<int>(i % s.T), hkv = static_cast<int>(i / s.T % s.Hkv),
               b = static_cast<int>(i / s.T / s.Hkv);
     Partial all;
     all.reset(group, s.D);
-    for (int c = 0; first_key(b, row) + c * kKeyChunk < visible(row); ++c) {
+    const int keys = visible(row) - first_key(b, row);
+    for (int c = 0; c * kKeyChunk < keys; ++c) {
       all.merge(parts[i * chunks + c], group, s.D);
     }
     finish(b, hkv, row, all);

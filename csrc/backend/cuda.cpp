@@ -183,35 +183,6 @@ CudaKernels& cuda_kernels() {
   return *kernels;
 }
 
-Buffer CudaEncoder::use(const mlx::core::array& a) {
-  Buffer buffer = device_buffer(a);
-  arrays_.insert_or_assign(buffer.id, a);
-  return buffer;
-}
-
-void CudaEncoder::encode(const Program& program, const Bindings& bindings) {
-  encoder_.device().make_current();
-  for (int index : bindings.schedule().order) {
-    const Dispatch& d = program.dispatches()[index];
-    CUfunction f = cuda_kernels().at(program.pipelines()[d.pipeline]);
-    Parameters parameters(bindings, d);
-    allow_shared(f, parameters.shared_bytes(), d.kernel->name);
-    for (const BufferArgument& a : d.buffers) {
-      const mlx::core::array& array = arrays_.at(bindings.place(a).buffer.id);
-      if (reads(a.access)) {
-        encoder_.set_input_array(array);
-      }
-      if (writes(a.access)) {
-        encoder_.set_output_array(array);
-      }
-    }
-    dim3 grid(bindings.extent(d.grid_size[0]), bindings.extent(d.grid_size[1]),
-              bindings.extent(d.grid_size[2]));
-    dim3 group(d.group_size[0], d.group_size[1], d.group_size[2]);
-    encoder_.add_kernel_node_raw(f, grid, group, {}, parameters.shared_bytes(), parameters.data());
-  }
-}
-
 CudaGraph::CudaGraph(const Program& program, const Bindings& bindings, const std::string* label) {
   CUgraph graph = nullptr;
   check_cuda(cuGraphCreate(&graph, 0), "creating a graph");

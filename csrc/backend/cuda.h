@@ -1,9 +1,8 @@
 // Runs Programs on an NVIDIA GPU: the Metal kernels, compiled ahead of time to PTX, through the
 // driver.
 //
-// Two ways: CudaEncoder adds a Program's dispatches to MLX's own CUDA graph, as any MLX op does;
-// CudaGraph is a Program and its bindings instantiated once, which each step launches again on
-// MLX's stream.
+// A CudaGraph is a Program and its bindings instantiated once, which each step launches again on MLX's
+// stream.
 #pragma once
 
 #include <cuda.h>
@@ -28,9 +27,6 @@ class CudaKernels {
   }
   // Throws std::runtime_error naming the kernel when it was not compiled or the driver refuses it.
   CUfunction at(const Pipeline& pipeline);
-  size_t size() const {
-    return entries_.size();
-  }
 
  private:
   struct Entry {
@@ -43,22 +39,6 @@ class CudaKernels {
 };
 
 CudaKernels& cuda_kernels();
-
-// Adds each dispatch as a node of MLX's graph; MLX orders nodes by the arrays that they read and
-// write.
-class CudaEncoder : public Encoder {
- public:
-  explicit CudaEncoder(mlx::core::cu::CommandEncoder& encoder) : encoder_(encoder) {}
-
-  // The Buffer of an array, to bind; the encoder must see every array that a Program's slots stand
-  // for.
-  Buffer use(const mlx::core::array& a);
-  void encode(const Program& program, const Bindings& bindings) override;
-
- private:
-  mlx::core::cu::CommandEncoder& encoder_;
-  std::map<uint64_t, mlx::core::array> arrays_;
-};
 
 // A Program with everything bound, as an executable CUDA graph whose edges are its true
 // dependencies.

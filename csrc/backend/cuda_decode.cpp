@@ -7,21 +7,12 @@
 #include <stdexcept>
 
 #include "backend/cuda.h"
+#include "backend/planned_decode.h"
 #include "mlx/allocator.h"
-#include "primitives/decode.h"
-#include "primitives/gpu_decode.h"
 #include "programs/decode_program.h"
-#include "programs/metal_host.h"
 
 namespace lily {
 namespace {
-
-mx::array fresh(mx::Shape shape, mx::Dtype dtype) {
-  mx::array a(std::move(shape), dtype, nullptr, {});
-  allocate(a);
-  a.set_status(mx::array::Status::available);
-  return a;
-}
 
 // The card's own memory, for what never leaves a step: MLX's allocator gives memory that the CPU
 // shares, and kernels that start by reading a position over the bus wait for it.
@@ -72,20 +63,9 @@ CUdeviceptr address(const mx::array& a) {
 // changes.
 constexpr size_t kGraphs = 4;
 
-class CudaDecode : public GpuDecode {
+class CudaDecode : public PlannedDecode {
  public:
-  explicit CudaDecode(const DecodePlan& plan) : plan_(plan), dims_(decode_dims(plan)) {
-    const std::string refusal = decode_refusal(dims_);
-    if (!refusal.empty()) {
-      throw std::invalid_argument("lily_mlx, NVIDIA: no decode kernel: " + refusal);
-    }
-    for (const mx::array* a : plan.arrays()) {
-      if (!a->flags().row_contiguous) {
-        throw std::invalid_argument("lily_mlx, NVIDIA: a weight of shape " + shape_text(*a) +
-                                    " is not contiguous; make it so with mx.contiguous");
-      }
-    }
-  }
+  explicit CudaDecode(const DecodePlan& plan) : PlannedDecode(plan, "NVIDIA") {}
 
   void step(std::vector<CachePair>& layers, int position, const mx::array& token,
             std::vector<mx::array>& out, mx::Stream s, int64_t& copied, int64_t& grown,
@@ -167,14 +147,6 @@ class CudaDecode : public GpuDecode {
   }
 
  private:
-  std::vector<int> capacities(const std::vector<CachePair>& layers) const {
-    std::vector<int> c;
-    for (size_t i = 0; i < layers.size(); ++i) {
-      c.push_back(plan_.layers[i].delta ? 0 : layers[i].first->shape(2));
-    }
-    return c;
-  }
-
   // Every cache present, large enough, and ours alone where it is written.
   void prepare(std::vector<CachePair>& layers, int position, CUstream stream,
                std::vector<mx::array>& replaced, int64_t& copied, int64_t& grown) {
@@ -321,12 +293,8 @@ class CudaDecode : public GpuDecode {
     graphs_.clear();
   }
 
-  const DecodePlan& plan_;  // the state that owns this keeps it alive
-  DecodeDims dims_;
-  std::shared_ptr<DecodeProgram> program_;
   std::optional<Bindings> last_bindings_;  // after program_, which it points to
-  std::vector<int> capacities_;
-  int version_ = 0;  // of the options that the Program was built with
+  int version_ = 0;                        // of the options that the Program was built with
   std::optional<DeviceMemory> arena_, token_, position_, next_, logits_;
   std::deque<DeviceMemory> tables_;
   std::vector<std::optional<mx::array>> spare_;  // by layer

@@ -1,4 +1,4 @@
-// What executes Programs: MetalEncoder, CudaEncoder and HostEncoder derive from this.
+// What executes Programs: MetalEncoder and HostEncoder derive from this.
 #pragma once
 
 #include "program.h"

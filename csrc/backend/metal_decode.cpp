@@ -4,34 +4,14 @@
 #include <stdexcept>
 
 #include "backend/metal.h"
-#include "primitives/decode.h"
-#include "primitives/gpu_decode.h"
-#include "programs/metal_host.h"
+#include "backend/planned_decode.h"
 
 namespace lily {
 namespace {
 
-mx::array fresh(mx::Shape shape, mx::Dtype dtype) {
-  mx::array a(std::move(shape), dtype, nullptr, {});
-  allocate(a);
-  a.set_status(mx::array::Status::available);
-  return a;
-}
-
-class MetalDecode : public GpuDecode {
+class MetalDecode : public PlannedDecode {
  public:
-  explicit MetalDecode(const DecodePlan& plan) : plan_(plan), dims_(decode_dims(plan)) {
-    const std::string refusal = decode_refusal(dims_);
-    if (!refusal.empty()) {
-      throw std::invalid_argument("lily_mlx, Metal: no decode kernel: " + refusal);
-    }
-    for (const mx::array* a : plan.arrays()) {
-      if (!a->flags().row_contiguous) {
-        throw std::invalid_argument("lily_mlx, Metal: a weight of shape " + shape_text(*a) +
-                                    " is not contiguous; make it so with mx.contiguous");
-      }
-    }
-  }
+  explicit MetalDecode(const DecodePlan& plan) : PlannedDecode(plan, "Metal") {}
 
   void step(std::vector<CachePair>& layers, int position, const mx::array& token,
             std::vector<mx::array>& out, mx::Stream s, int64_t& copied, int64_t& grown,
@@ -85,14 +65,6 @@ class MetalDecode : public GpuDecode {
   }
 
  private:
-  std::vector<int> capacities(const std::vector<CachePair>& layers) const {
-    std::vector<int> c;
-    for (size_t i = 0; i < layers.size(); ++i) {
-      c.push_back(plan_.layers[i].delta ? 0 : layers[i].first->shape(2));
-    }
-    return c;
-  }
-
   // dst [rows, ...] = rows of src (none: zeros), padded with zeros.
   static void copy(mx::Stream s, const std::optional<mx::array>& src, const mx::array& dst,
                    int rows) {
@@ -175,11 +147,7 @@ class MetalDecode : public GpuDecode {
     }
   }
 
-  const DecodePlan& plan_;  // the state that owns this keeps it alive
-  DecodeDims dims_;
-  std::shared_ptr<DecodeProgram> program_;
   std::optional<Bindings> weights_;  // after program_, which it points to
-  std::vector<int> capacities_;
   std::vector<mx::array> tables_;
 };
 

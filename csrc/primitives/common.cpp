@@ -165,6 +165,13 @@ void allocate(mx::array& out) {
   out.set_data(mx::allocator::malloc(out.nbytes()));
 }
 
+mx::array fresh(mx::Shape shape, mx::Dtype dtype) {
+  mx::array a(std::move(shape), dtype, nullptr, {});
+  allocate(a);
+  a.set_status(mx::array::Status::available);
+  return a;
+}
+
 void Primitive::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   for (auto& out : outputs) {
     allocate(out);

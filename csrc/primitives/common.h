@@ -67,6 +67,9 @@ mx::array contiguous(const mx::array& x, mx::Stream s);
 // Allocates an output.
 void allocate(mx::array& out);
 
+// An array of its own, allocated, its contents undefined.
+mx::array fresh(mx::Shape shape, mx::Dtype dtype);
+
 class Primitive : public mx::Primitive {
  public:
   using mx::Primitive::Primitive;

@@ -222,13 +222,6 @@ class DecodeStep : public Primitive {
     int64_t copied = 0, grown = 0;
   };
 
-  static mx::array fresh(mx::Shape shape, mx::Dtype dtype) {
-    mx::array a(std::move(shape), dtype, nullptr, {});
-    allocate(a);
-    a.set_status(mx::array::Status::available);
-    return a;
-  }
-
   static mx::array zeros(mx::cpu::CommandEncoder& encoder, mx::Shape shape, mx::Dtype dtype) {
     mx::array a = fresh(std::move(shape), dtype);
     encoder.dispatch([p = a.data<char>(), n = a.nbytes()] { std::memset(p, 0, n); });

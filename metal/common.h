@@ -7,6 +7,9 @@
 #pragma once
 
 #include <metal_stdlib>
+#if defined(__NVPTX__)
+#include <dependent_launch>
+#endif
 
 using namespace metal;
 
@@ -16,6 +19,15 @@ namespace lily {
 // 0.
 METAL_FUNC int at_least_1(int x) {
   return max(x, 1);
+}
+
+// Some backends (NVIDIA) start a dispatch of a step while the previous one still runs. What a kernel
+// does before this call may read weights, the position, and what was written two dispatches before
+// or earlier; it writes nothing. Elsewhere a dispatch starts when all of that is there.
+METAL_FUNC void wait_for_previous() {
+#if defined(__NVPTX__)
+  nvidia::wait_for_previous();
+#endif
 }
 
 METAL_FUNC float minus_infinity() {

@@ -3,12 +3,14 @@
 //
 // moe_gate_up: picks the experts (softmax over all, the kTopK most probable, ties to the lowest
 // id), then for each of them and for the shared expert act = rnd(silu(gate_proj x) * (up_proj x)).
-// The pick is done again by each threadgroup that needs it, in about 600 instructions, instead of
-// in a dispatch of its own; the first threadgroup writes ids and weights for moe_down.
+// The pick is done again by each simdgroup that needs it, in about 600 instructions, instead of
+// in a dispatch of its own; with kWriteRoute the first threadgroup writes ids and weights for
+// moe_down.
 //
 // moe_down: y = sum over slots, in descending order of probability, of weight * (down_proj act),
-// then
-// + sigmoid(shared gate) * (shared down_proj act); out = rnd(h + rnd(y)). No atomics.
+// then + sigmoid(shared gate) * (shared down_proj act); out = rnd(h + rnd(y)). No atomics. With
+// kDownPicks it picks too, from the same logits: where a dispatch starts while the previous one
+// runs, all its weights then arrive meanwhile.
 //
 // moe_route: the pick apart (ablation). The shared expert apart: moe_gate_up with kTopK = 0, a GEMV
 // with fp32 results, and moe_down with kSharedGiven.
@@ -17,8 +19,8 @@
 // simdgroup does kUpR * 32 / kUpLanes values of act, reading each one's gate row and up row; x is
 // staged once a threadgroup. moe_down: a threadgroup has a simdgroup a slot and does kDownR * 32 /
 // kDownLanes output rows; a lane keeps its part of the slot's act in registers for all of them. All
-// loads of a block of rows are issued before one is used. The pick: a simdgroup ranks 32 experts
-// against each other by shuffles, the kTopK best of each 32 are ranked again.
+// loads of a block of rows are issued before one is used. The pick: kTopK times
+// the best of the simdgroup, each lane with its own of every 32 experts.
 //
 // Bytes (35B, 4 bits, group 64): moe_gate_up 9 * 2 * 512 rows of 1152 = 10.6 MB; moe_down 2048 * 9
 // rows of 288 = 5.3 MB; logits, x and act stay in the cache.
@@ -53,11 +55,14 @@ constant bool kHasExperts [[function_constant(96)]];    // kTopK > 0
 constant bool kHasShared [[function_constant(97)]];     // kSharedWidth > 0
 constant bool kExpertScales [[function_constant(98)]];  // kHasExperts and kExpertBits <= 8
 constant bool kSharedScales [[function_constant(99)]];  // kHasShared and kSharedBits <= 8
-constant bool kSelect [[function_constant(100)]];  // moe_gate_up picks, and writes ids and weights
+constant bool kSelect [[function_constant(100)]];  // moe_gate_up picks
 constant bool kGivenIds [[function_constant(101)]];  // moe_gate_up reads ids
 constant bool kSharedGiven
     [[function_constant(102)]];  // moe_down adds a shared product made elsewhere
 constant bool kSharedGate [[function_constant(103)]];  // moe_down: kHasShared or kSharedGiven
+constant bool kWriteRoute [[function_constant(104)]];  // moe_gate_up writes ids and weights
+constant bool kDownPicks [[function_constant(105)]];   // moe_down picks: kHasExperts, no kWriteRoute
+constant bool kDownGiven [[function_constant(106)]];   // moe_down reads ids: kHasExperts, no kDownPicks
 
 constant constexpr int kMaxTopK = 16;
 constant constexpr int kMaxChunks = 16;    // of 32 experts
@@ -65,12 +70,10 @@ constant constexpr int kMaxDownRows = 64;  // output rows of a threadgroup of mo
 
 // ---------------------------------------------------------------- the pick
 
-// Threadgroup memory of pick_experts.
+// The kTopK best, most probable first, the same on every lane; weights not yet divided by their sum.
 struct Picks {
-  threadgroup float* values;     // [kMaxChunks * kMaxTopK] candidates
-  threadgroup uint* candidates;  // their experts
-  threadgroup uint* ids;         // [kMaxTopK], most probable first
-  threadgroup float* weights;    // [kMaxTopK], not yet divided by their sum
+  uint ids[kMaxTopK];
+  float weights[kMaxTopK];
 };
 
 // This lane's logit of every 32 experts, so that their loads can be in flight during other work.
@@ -89,11 +92,12 @@ METAL_FUNC Logits load_logits(device const float* logits, uint lane) {
   return l;
 }
 
-// Softmax of logits and the kTopK best. A NaN counts as less than all others, so ids are always
-// distinct and valid. Ends with a barrier.
-METAL_FUNC void pick_experts(thread const Picks& picks, thread const Logits& all,
-                             device const float* logits, uint tid, uint simdgroup, uint lane,
-                             int simdgroups) {
+// Softmax of logits and the kTopK best, by each simdgroup for itself, with neither barriers nor
+// memory: a probability is not negative, so its bits order as an integer does, and the best of 32
+// lanes is one reduction, its lowest expert another. A NaN counts as less than all others, so ids
+// are always distinct and valid.
+METAL_FUNC Picks pick_experts(thread const Logits& all, uint lane) {
+  constexpr int kTaken = -2147483647 - 1;
   const int chunks = kExperts / 32;
   float top = minus_infinity();
 #pragma clang loop unroll(full)
@@ -103,60 +107,89 @@ METAL_FUNC void pick_experts(thread const Picks& picks, thread const Logits& all
     }
   }
   top = group_max(top);
+  float p[kMaxChunks];
   float sum = 0.0f;
 #pragma clang loop unroll(full)
   for (int i = 0; i < kMaxChunks; ++i) {
     if (i < chunks) {
-      sum += precise::exp(all.value[i] - top);
+      p[i] = precise::exp(all.value[i] - top);
+      sum += p[i];
     }
   }
   sum = group_sum(sum, 32);
-  for (int i = int(simdgroup); i < chunks; i += simdgroups) {
-    const float p = precise::exp(logits[i * 32 + int(lane)] - top) / sum;
-    const float value = isnan(p) ? -1.0f : p;
-    int rank = 0;
-    for (uint j = 0; j < 32; ++j) {
-      rank += ranks_before(simd_shuffle(value, ushort(j)), j, value, lane) ? 1 : 0;
+  int order[kMaxChunks];
+#pragma clang loop unroll(full)
+  for (int i = 0; i < kMaxChunks; ++i) {
+    if (i < chunks) {
+      const float probability = p[i] / sum;
+      order[i] = isnan(probability) ? -1 : as_type<int>(probability);
     }
+  }
+  Picks picks;
+#pragma clang loop unroll(full)
+  for (int rank = 0; rank < kMaxTopK; ++rank) {
     if (rank < kTopK) {
-      picks.values[i * kTopK + rank] = value;
-      picks.candidates[i * kTopK + rank] = uint(i * 32) + lane;
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  // Four neighbouring lanes rank a candidate against a quarter each of the others.
-  const int count = chunks * kTopK;
-  const int part = int(tid) % 4;
-  for (int first = 0; first < count; first += simdgroups * 8) {
-    const int own = first + int(tid) / 4;
-    const float value = picks.values[min(own, count - 1)];
-    const uint id = picks.candidates[min(own, count - 1)];
-    int rank = 0;
-    for (int j = part; j < count; j += 4) {
-      rank += ranks_before(picks.values[j], picks.candidates[j], value, id) ? 1 : 0;
-    }
-    rank += simd_shuffle_xor(rank, ushort(1));
-    rank += simd_shuffle_xor(rank, ushort(2));
-    if (part == 0 && own < count && rank < kTopK) {
+      int best = kTaken;
+      uint expert = 0;
+#pragma clang loop unroll(full)
+      for (int i = 0; i < kMaxChunks; ++i) {
+        if (i < chunks) {
+          const bool better = order[i] > best;
+          best = better ? order[i] : best;
+          expert = better ? uint(i * 32) + lane : expert;
+        }
+      }
+      const int best_of_all = simd_max(best);
+      const uint id = simd_min(best == best_of_all ? expert : 0xffffffffu);
+#pragma clang loop unroll(full)
+      for (int i = 0; i < kMaxChunks; ++i) {
+        if (i < chunks) {
+          order[i] = uint(i * 32) + lane == id ? kTaken : order[i];
+        }
+      }
       picks.ids[rank] = id;
-      picks.weights[rank] = value;
+      picks.weights[rank] = best_of_all < 0 ? -1.0f : as_type<float>(best_of_all);
     }
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return picks;
+}
+
+// The expert of slot `slot`. Selects, not an index: an array indexed at run time would live in
+// memory.
+METAL_FUNC int picked_expert(thread const Picks& picks, int slot) {
+  uint id = 0;
+#pragma clang loop unroll(full)
+  for (int i = 0; i < kMaxTopK; ++i) {
+    if (i < kTopK) {
+      id = i == slot ? picks.ids[i] : id;
+    }
+  }
+  return int(id);
+}
+
+// What the final weights are divided by.
+METAL_FUNC float weight_sum(thread const Picks& picks) {
+  float sum = 0.0f;
+#pragma clang loop unroll(full)
+  for (int i = 0; i < kMaxTopK; ++i) {
+    if (i < kTopK) {
+      sum += picks.weights[i];
+    }
+  }
+  return kNormTopK ? sum : 1.0f;
 }
 
 // Writes the picked ids and their final weights, by the first kTopK threads.
 METAL_FUNC void write_route(thread const Picks& picks, device uint* ids, device float* weights,
                             uint tid) {
-  if (int(tid) >= kTopK) {
-    return;
+  const float sum = weight_sum(picks);
+#pragma clang loop unroll(full)
+  for (int i = 0; i < kMaxTopK; ++i) {
+    if (i < kTopK && int(tid) == i) {
+      ids[i] = picks.ids[i];
+      weights[i] = picks.weights[i] / sum;
+    }
   }
-  float sum = 0.0f;
-  for (int i = 0; i < kTopK; ++i) {
-    sum += picks.weights[i];
-  }
-  ids[tid] = picks.ids[tid];
-  weights[tid] = kNormTopK ? picks.weights[tid] / sum : picks.weights[tid];
 }
 
 // ---------------------------------------------------------------- gate, up, SwiGLU
@@ -269,24 +302,16 @@ template <typename A, int KMAX>
     device const A* shared_up_scales [[buffer(13), function_constant(kSharedScales)]],
     device const A* shared_up_biases [[buffer(14), function_constant(kSharedScales)]],
     device A* act [[buffer(15)]],  // [kTopK][kWidth], then [kSharedWidth]
-    device uint* ids [[buffer(16), function_constant(kSelect)]],
-    device float* weights [[buffer(17), function_constant(kSelect)]],
+    device uint* ids [[buffer(16), function_constant(kWriteRoute)]],
+    device float* weights [[buffer(17), function_constant(kWriteRoute)]],
     uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup uint4 words[KMAX * sizeof(A) / 16];
   threadgroup float2 sums[KMAX / 8];
-  threadgroup float values[kMaxChunks * kMaxTopK];
-  threadgroup uint candidates[kMaxChunks * kMaxTopK];
-  threadgroup uint picked_ids[kMaxTopK];
-  threadgroup float picked_weights[kMaxTopK];
+  threadgroup float scratch[1];  // of a norm, which there is none of here
   StagedRow<A> row;
   row.words = words;
   row.sums = sums;
-  Picks picks;
-  picks.values = values;
-  picks.candidates = candidates;
-  picks.ids = picked_ids;
-  picks.weights = picked_weights;
 
   const int rows = kUpSimdgroups * kUpR * (32 / at_least_1(kUpLanes));
   const int slot_groups = (kWidth + rows - 1) / at_least_1(rows);
@@ -294,17 +319,18 @@ template <typename A, int KMAX>
   const int slot = shared ? kTopK : int(group.x) / at_least_1(slot_groups);
   const int block = (int(group.x) - slot * slot_groups) * kUpSimdgroups + int(simdgroup);
 
+  wait_for_previous();
   Logits all;
   if (!shared && kSelect) {
     all = load_logits(logits, lane);
   }
-  stage_row(row, x, x, act, kHidden, false, false, 0.0f, values, tid, simdgroup, lane,
+  stage_row(row, x, x, act, kHidden, false, false, 0.0f, scratch, tid, simdgroup, lane,
             kUpSimdgroups);
   int expert = 0;
   if (!shared && kSelect) {
-    pick_experts(picks, all, logits, tid, simdgroup, lane, kUpSimdgroups);
-    expert = int(picked_ids[slot]);
-    if (group.x == 0) {
+    const Picks picks = pick_experts(all, lane);
+    expert = picked_expert(picks, slot);
+    if (kWriteRoute && group.x == 0) {
       write_route(picks, ids, weights, tid);
     }
   } else if (!shared && kGivenIds) {
@@ -361,7 +387,8 @@ METAL_FUNC void add_tile_of_act(thread const Tile<A, R, U>& t, device const A* a
   }
 }
 
-// One slot's products for the threadgroup's rows, to threadgroup memory.
+// One slot's products for the threadgroup's rows, to threadgroup memory. The first loads of weights
+// are on their way when act is waited for.
 template <typename A, int R, int U>
 METAL_FUNC void down_body(Rows3<A> down, device const A* act, threadgroup float* products,
                           int first_row, int row0, int width, int bits, uint lane) {
@@ -378,12 +405,20 @@ METAL_FUNC void down_body(Rows3<A> down, device const A* act, threadgroup float*
     rows[r] = first_row + min(row0 + sub_row + r * (32 / lanes), kHidden - 1);
     sum[r] = 0.0f;
   }
+  Tile<A, R, U> t;
+  load_tile(t, down.w, down.scales, down.biases, rows, units, groups, bits, kMoeGroup, sub_lane,
+            lanes);
+  issue_loads();
+  if (kDownPicks) {
+    wait_for_previous();
+  }
   for (int c = 0; c < chunks; ++c) {
     const int unit = sub_lane + c * lanes * U;
-    Tile<A, R, U> t;
-    load_tile(t, down.w, down.scales, down.biases, rows, units, groups, bits, kMoeGroup, unit,
-              lanes);
-    issue_loads();
+    if (c > 0) {
+      load_tile(t, down.w, down.scales, down.biases, rows, units, groups, bits, kMoeGroup, unit,
+                lanes);
+      issue_loads();
+    }
     if (bits == 4) {
       add_tile_of_act<A, R, U, 32>(t, act, unit, lanes, sum);
     } else if (bits == 8) {
@@ -407,8 +442,8 @@ METAL_FUNC void down_body(Rows3<A> down, device const A* act, threadgroup float*
 template <typename A>
 [[kernel]] void moe_down(
     device const A* act [[buffer(0)]],
-    device const uint* ids [[buffer(1), function_constant(kHasExperts)]],
-    device const float* weights [[buffer(2), function_constant(kHasExperts)]],
+    device const uint* ids [[buffer(1), function_constant(kDownGiven)]],
+    device const float* weights [[buffer(2), function_constant(kDownGiven)]],
     device const uint* down_w
     [[buffer(3), function_constant(kHasExperts)]],  // [experts][hidden][...]
     device const A* down_scales [[buffer(4), function_constant(kExpertScales)]],
@@ -419,6 +454,7 @@ template <typename A>
     device const float* shared_gate [[buffer(9), function_constant(kSharedGate)]],  // [1], a logit
     device const float* shared_product [[buffer(10), function_constant(kSharedGiven)]],  // [hidden]
     device const A* h [[buffer(11)]], device A* out [[buffer(12)]],
+    device const float* logits [[buffer(13), function_constant(kDownPicks)]],  // of the router
     uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float products[(kMaxTopK + 1) * kMaxDownRows];
@@ -432,20 +468,35 @@ template <typename A>
   float weight[kMaxTopK];
   float gate = 0.0f;
   float before = 0.0f;
+  int first_row = 0;
+  if (!kDownPicks) {
+    wait_for_previous();  // otherwise once the weights are on their way
+  }
   if (owner) {
-#pragma clang loop unroll(full)
-    for (int s = 0; s < kMaxTopK; ++s) {
-      if (s < kTopK) {
-        weight[s] = weights[s];
-      }
-    }
     gate = kSharedGate ? shared_gate[0] : 0.0f;
     before = float(h[row]);
   }
-  int first_row = 0;
-  if (kHasExperts && !shared) {
-    first_row = int(ids[slot]) * kHidden;
+  if (kDownPicks) {
+    const Picks picks = pick_experts(load_logits(logits, lane), lane);
+    const float sum = weight_sum(picks);
+    first_row = picked_expert(picks, slot) * kHidden;
+#pragma clang loop unroll(full)
+    for (int s = 0; s < kMaxTopK; ++s) {
+      if (s < kTopK) {
+        weight[s] = picks.weights[s] / sum;
+      }
+    }
   }
+  if (kDownGiven) {
+    first_row = int(ids[min(slot, kTopK - 1)]) * kHidden;
+#pragma clang loop unroll(full)
+    for (int s = 0; s < kMaxTopK; ++s) {
+      if (s < kTopK && owner) {
+        weight[s] = weights[s];
+      }
+    }
+  }
+  first_row = shared ? 0 : first_row;
   Rows3<A> down;
   down.w = shared ? shared_down_w : down_w;
   down.scales = shared ? shared_down_scales : down_scales;
@@ -480,17 +531,6 @@ template <typename A>
 [[kernel]] void moe_route(device const float* logits [[buffer(0)]], device uint* ids [[buffer(1)]],
                           device float* weights [[buffer(2)]],
                           uint tid [[thread_index_in_threadgroup]],
-                          uint simdgroup [[simdgroup_index_in_threadgroup]],
                           uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup float values[lily::kMaxChunks * lily::kMaxTopK];
-  threadgroup uint candidates[lily::kMaxChunks * lily::kMaxTopK];
-  threadgroup uint picked_ids[lily::kMaxTopK];
-  threadgroup float picked_weights[lily::kMaxTopK];
-  lily::Picks picks;
-  picks.values = values;
-  picks.candidates = candidates;
-  picks.ids = picked_ids;
-  picks.weights = picked_weights;
-  lily::pick_experts(picks, lily::load_logits(logits, lane), logits, tid, simdgroup, lane, lily::kUpSimdgroups);
-  lily::write_route(picks, ids, weights, tid);
+  lily::write_route(lily::pick_experts(lily::load_logits(logits, lane), lane), ids, weights, tid);
 }

@@ -220,6 +220,17 @@ CudaKernels& cuda_kernels() {
   return *kernels;
 }
 
+void add_node(mlx::core::cu::CommandEncoder& encoder, const Program& program,
+              const Bindings& bindings, const Dispatch& d) {
+  CUfunction f = cuda_kernels().at(program.pipelines()[d.pipeline]);
+  Parameters parameters(bindings, d);
+  allow_shared(f, parameters.shared_bytes(), d.kernel->name);
+  const dim3 grid(bindings.extent(d.grid_size[0]), bindings.extent(d.grid_size[1]),
+                  bindings.extent(d.grid_size[2]));
+  const dim3 group(d.group_size[0], d.group_size[1], d.group_size[2]);
+  encoder.add_kernel_node_raw(f, grid, group, {}, parameters.shared_bytes(), parameters.data());
+}
+
 CudaGraph::CudaGraph(const Program& program, const Bindings& bindings, const std::string* label) {
   CUgraph graph = nullptr;
   check_cuda(cuGraphCreate(&graph, 0), "creating a graph");

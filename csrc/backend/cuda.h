@@ -1,8 +1,8 @@
 // Runs Programs on an NVIDIA GPU: the Metal kernels, compiled ahead of time to PTX, through the
 // driver.
 //
-// A CudaGraph is a Program and its bindings instantiated once, which each step launches again on MLX's
-// stream.
+// A CudaGraph is a Program and its bindings instantiated once, which each step launches again on
+// MLX's stream. Layer primitives (cuda_layers.h) add their dispatches to MLX's own graph.
 #pragma once
 
 #include <cuda.h>
@@ -49,6 +49,10 @@ class CudaKernels {
 };
 
 CudaKernels& cuda_kernels();
+
+// Adds a dispatch to MLX's graph. The caller has told the encoder which arrays it reads and writes.
+void add_node(mlx::core::cu::CommandEncoder& encoder, const Program& program,
+              const Bindings& bindings, const Dispatch& d);
 
 // A Program with everything bound, as an executable CUDA graph whose edges are its true
 // dependencies. A kernel that waits by itself (wait_for_previous in metal/common.h) is started while

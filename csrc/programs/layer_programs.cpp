@@ -136,8 +136,8 @@ void add_multi(Builder& b, const std::string& label, const std::string& kernel, 
 std::shared_ptr<LayerProgram> finished(Builder& b, std::vector<SlotId> inputs,
                                        std::vector<SlotId> outputs) {
   b.program.finish();
-  return std::make_shared<LayerProgram>(LayerProgram{std::move(b.program), std::move(inputs),
-                                                     std::move(outputs), std::move(b.tables)});
+  return std::make_shared<LayerProgram>(LayerProgram{
+      std::move(b.program), std::move(inputs), std::move(outputs), std::move(b.tables), {}});
 }
 
 void append(std::vector<SlotId>& inputs, const MatrixSlots& m) {
@@ -209,8 +209,8 @@ void add_project(Builder& b, const std::string& label, const std::string& kernel
 }
 
 std::shared_ptr<LayerProgram> project_program(Type t, const std::string& kernel, int rows,
-                                              const std::vector<MatrixDims>& matrices,
-                                              bool float32) {
+                                              const std::vector<MatrixDims>& matrices, bool float32,
+                                              MatrixUnit unit) {
   Builder b("project", t);
   SlotId x = b.input("x", b.size(size_t(rows) * matrices[0].cols));
   std::vector<SlotId> inputs{x}, outputs;
@@ -222,7 +222,7 @@ std::shared_ptr<LayerProgram> project_program(Type t, const std::string& kernel,
     outputs.push_back(b.output(std::string("y").append(number),
                                size_t(rows) * matrices[i].rows * (float32 ? 4 : size_of(t))));
   }
-  add_project(b, "project", kernel, rows, x, slots, outputs, float32);
+  add_project(b, "project", kernel, rows, x, slots, outputs, float32, unit);
   return finished(b, inputs, outputs);
 }
 
@@ -645,12 +645,12 @@ void add_moe(Builder& b, const std::string& kernel, int rows, const MoeDims& m, 
 }
 
 std::shared_ptr<LayerProgram> moe_program(Type t, const std::string& kernel, int rows,
-                                          const MoeDims& m) {
+                                          const MoeDims& m, MatrixUnit unit) {
   Builder b("moe", t);
   SlotId x = b.input("x", b.size(size_t(rows) * m.gate.cols));
   MoeSlots w = moe_slots(b, "", m);
   SlotId out = b.output("y", b.size(size_t(rows) * m.gate.cols));
-  add_moe(b, kernel, rows, m, w, x, out, "");
+  add_moe(b, kernel, rows, m, w, x, out, "", std::nullopt, unit);
   std::vector<SlotId> inputs{x};
   inputs.insert(inputs.end(), b.weights.begin(), b.weights.end());
   return finished(b, inputs, {out});

@@ -222,7 +222,7 @@ CudaKernels& cuda_kernels() {
 
 void add_node(mlx::core::cu::CommandEncoder& encoder, const Program& program,
               const Bindings& bindings, const Dispatch& d) {
-  CUfunction f = cuda_kernels().at(program.pipelines()[d.pipeline]);
+  const CUfunction f = cuda_kernels().at(program.pipelines()[d.pipeline]).function;
   Parameters parameters(bindings, d);
   allow_shared(f, parameters.shared_bytes(), d.kernel->name);
   const dim3 grid(bindings.extent(d.grid_size[0]), bindings.extent(d.grid_size[1]),

@@ -352,12 +352,13 @@ METAL_FUNC void add_tile(thread const Tile<A, R, U>& t, StagedRow<A> x, int firs
 }
 
 // Stages K values of h (K a multiple of 8), normalised when `norm`: rnd(h * rsqrt(mean(h^2) + eps)
-// * weight). Ends with a barrier. copy, when not null, gets the staged row too.
+// * weight), by `simdgroups` simdgroups. A barrier must follow. copy, when not null, gets the staged
+// row too.
 template <typename A>
-METAL_FUNC void stage_row(StagedRow<A> row, device const A* h, device const A* weight,
-                          device A* copy, int K, bool norm, bool write_copy, float eps,
-                          threadgroup float* scratch, uint tid, uint simdgroup, uint lane,
-                          int simdgroups) {
+METAL_FUNC void stage_pieces(StagedRow<A> row, device const A* h, device const A* weight,
+                             device A* copy, int K, bool norm, bool write_copy, float eps,
+                             threadgroup float* scratch, uint tid, uint simdgroup, uint lane,
+                             int simdgroups) {
   const int threads = simdgroups * 32;
   const int pieces = K / 8;
   // The first piece of a thread stays in registers: it is all there is when K <= 8 * threads.
@@ -407,6 +408,16 @@ METAL_FUNC void stage_row(StagedRow<A> row, device const A* h, device const A* w
       }
     }
   }
+}
+
+// The same by all simdgroups, with the barrier.
+template <typename A>
+METAL_FUNC void stage_row(StagedRow<A> row, device const A* h, device const A* weight,
+                          device A* copy, int K, bool norm, bool write_copy, float eps,
+                          threadgroup float* scratch, uint tid, uint simdgroup, uint lane,
+                          int simdgroups) {
+  stage_pieces(row, h, weight, copy, K, norm, write_copy, eps, scratch, tid, simdgroup, lane,
+               simdgroups);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 

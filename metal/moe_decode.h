@@ -3,9 +3,9 @@
 //
 // moe_gate_up: picks the experts (softmax over all, the kTopK most probable, ties to the lowest
 // id), then for each of them and for the shared expert act = rnd(silu(gate_proj x) * (up_proj x)).
-// The pick is done again by each simdgroup that needs it, in about 600 instructions, instead of
-// in a dispatch of its own; with kWriteRoute the first threadgroup writes ids and weights for
-// moe_down.
+// The pick is done again by one simdgroup of each threadgroup that needs it, in about 600
+// instructions, instead of in a dispatch of its own; with kWriteRoute the first threadgroup writes
+// ids and weights for moe_down.
 //
 // moe_down: y = sum over slots, in descending order of probability, of weight * (down_proj act),
 // then + sigmoid(shared gate) * (shared down_proj act); out = rnd(h + rnd(y)). No atomics. With
@@ -61,8 +61,8 @@ constant bool kSharedGiven
     [[function_constant(102)]];  // moe_down adds a shared product made elsewhere
 constant bool kSharedGate [[function_constant(103)]];  // moe_down: kHasShared or kSharedGiven
 constant bool kWriteRoute [[function_constant(104)]];  // moe_gate_up writes ids and weights
-constant bool kDownPicks [[function_constant(105)]];   // moe_down picks: kHasExperts, no kWriteRoute
-constant bool kDownGiven [[function_constant(106)]];   // moe_down reads ids: kHasExperts, no kDownPicks
+constant bool kDownPicks [[function_constant(105)]];   // moe_down picks: kHasExperts, no kDownGiven
+constant bool kDownGiven [[function_constant(106)]];   // moe_down reads ids and weights
 
 constant constexpr int kMaxTopK = 16;
 constant constexpr int kMaxChunks = 16;    // of 32 experts
@@ -70,10 +70,11 @@ constant constexpr int kMaxDownRows = 64;  // output rows of a threadgroup of mo
 
 // ---------------------------------------------------------------- the pick
 
-// The kTopK best, most probable first, the same on every lane; weights not yet divided by their sum.
-struct Picks {
-  uint ids[kMaxTopK];
-  float weights[kMaxTopK];
+// What lane r < kTopK knows after the pick: the expert of rank r (0 is the most probable) and its
+// final weight.
+struct Pick {
+  uint id;
+  float weight;
 };
 
 // This lane's logit of every 32 experts, so that their loads can be in flight during other work.
@@ -92,11 +93,11 @@ METAL_FUNC Logits load_logits(device const float* logits, uint lane) {
   return l;
 }
 
-// Softmax of logits and the kTopK best, by each simdgroup for itself, with neither barriers nor
-// memory: a probability is not negative, so its bits order as an integer does, and the best of 32
+// Softmax of logits and the kTopK best, by one simdgroup, with neither barriers nor memory: a
+// probability is not negative, so its bits order as an integer does, and the best of 32
 // lanes is one reduction, its lowest expert another. A NaN counts as less than all others, so ids
 // are always distinct and valid.
-METAL_FUNC Picks pick_experts(thread const Logits& all, uint lane) {
+METAL_FUNC Pick pick_experts(thread const Logits& all, uint lane) {
   constexpr int kTaken = -2147483647 - 1;
   const int chunks = kExperts / 32;
   float top = minus_infinity();
@@ -125,7 +126,10 @@ METAL_FUNC Picks pick_experts(thread const Logits& all, uint lane) {
       order[i] = isnan(probability) ? -1 : as_type<int>(probability);
     }
   }
-  Picks picks;
+  Pick pick;
+  pick.id = 0;
+  pick.weight = 0.0f;
+  float weights = 0.0f;
 #pragma clang loop unroll(full)
   for (int rank = 0; rank < kMaxTopK; ++rank) {
     if (rank < kTopK) {
@@ -147,49 +151,14 @@ METAL_FUNC Picks pick_experts(thread const Logits& all, uint lane) {
           order[i] = uint(i * 32) + lane == id ? kTaken : order[i];
         }
       }
-      picks.ids[rank] = id;
-      picks.weights[rank] = best_of_all < 0 ? -1.0f : as_type<float>(best_of_all);
+      const float weight = best_of_all < 0 ? -1.0f : as_type<float>(best_of_all);
+      weights += weight;
+      pick.id = int(lane) == rank ? id : pick.id;
+      pick.weight = int(lane) == rank ? weight : pick.weight;
     }
   }
-  return picks;
-}
-
-// The expert of slot `slot`. Selects, not an index: an array indexed at run time would live in
-// memory.
-METAL_FUNC int picked_expert(thread const Picks& picks, int slot) {
-  uint id = 0;
-#pragma clang loop unroll(full)
-  for (int i = 0; i < kMaxTopK; ++i) {
-    if (i < kTopK) {
-      id = i == slot ? picks.ids[i] : id;
-    }
-  }
-  return int(id);
-}
-
-// What the final weights are divided by.
-METAL_FUNC float weight_sum(thread const Picks& picks) {
-  float sum = 0.0f;
-#pragma clang loop unroll(full)
-  for (int i = 0; i < kMaxTopK; ++i) {
-    if (i < kTopK) {
-      sum += picks.weights[i];
-    }
-  }
-  return kNormTopK ? sum : 1.0f;
-}
-
-// Writes the picked ids and their final weights, by the first kTopK threads.
-METAL_FUNC void write_route(thread const Picks& picks, device uint* ids, device float* weights,
-                            uint tid) {
-  const float sum = weight_sum(picks);
-#pragma clang loop unroll(full)
-  for (int i = 0; i < kMaxTopK; ++i) {
-    if (i < kTopK && int(tid) == i) {
-      ids[i] = picks.ids[i];
-      weights[i] = picks.weights[i] / sum;
-    }
-  }
+  pick.weight = kNormTopK ? pick.weight / weights : pick.weight;
+  return pick;
 }
 
 // ---------------------------------------------------------------- gate, up, SwiGLU
@@ -309,6 +278,7 @@ template <typename A, int KMAX>
   threadgroup uint4 words[KMAX * sizeof(A) / 16];
   threadgroup float2 sums[KMAX / 8];
   threadgroup float scratch[1];  // of a norm, which there is none of here
+  threadgroup uint picked[kMaxTopK];
   StagedRow<A> row;
   row.words = words;
   row.sums = sums;
@@ -320,19 +290,29 @@ template <typename A, int KMAX>
   const int block = (int(group.x) - slot * slot_groups) * kUpSimdgroups + int(simdgroup);
 
   wait_for_previous();
-  Logits all;
-  if (!shared && kSelect) {
-    all = load_logits(logits, lane);
-  }
-  stage_row(row, x, x, act, kHidden, false, false, 0.0f, scratch, tid, simdgroup, lane,
-            kUpSimdgroups);
-  int expert = 0;
-  if (!shared && kSelect) {
-    const Picks picks = pick_experts(all, lane);
-    expert = picked_expert(picks, slot);
-    if (kWriteRoute && group.x == 0) {
-      write_route(picks, ids, weights, tid);
+  const bool select = !shared && kSelect;
+  // One simdgroup picks while the others stage x.
+  const bool picks = select && simdgroup == 0;
+  const int stagers = select && kUpSimdgroups > 1 ? kUpSimdgroups - 1 : kUpSimdgroups;
+  if (picks) {
+    const Pick pick = pick_experts(load_logits(logits, lane), lane);
+    if (int(lane) < kTopK) {
+      picked[lane] = pick.id;
+      if (kWriteRoute && group.x == 0) {
+        ids[lane] = pick.id;
+        weights[lane] = pick.weight;
+      }
     }
+  }
+  if (!picks || kUpSimdgroups == 1) {
+    const int first = kUpSimdgroups - stagers;
+    stage_pieces(row, x, x, act, kHidden, false, false, 0.0f, scratch, tid - uint(first * 32),
+                 simdgroup - uint(first), lane, stagers);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  int expert = 0;
+  if (select) {
+    expert = int(picked[slot]);
   } else if (!shared && kGivenIds) {
     expert = int(given_ids[slot]);
   }
@@ -458,6 +438,8 @@ template <typename A>
     uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float products[(kMaxTopK + 1) * kMaxDownRows];
+  threadgroup uint picked[kMaxTopK];
+  threadgroup float picked_weights[kMaxTopK];
   const int rows = kDownR * (32 / at_least_1(kDownLanes));
   const int row0 = int(group.x) * rows;
   const int slot = int(simdgroup);
@@ -477,22 +459,22 @@ template <typename A>
     before = float(h[row]);
   }
   if (kDownPicks) {
-    const Picks picks = pick_experts(load_logits(logits, lane), lane);
-    const float sum = weight_sum(picks);
-    first_row = picked_expert(picks, slot) * kHidden;
-#pragma clang loop unroll(full)
-    for (int s = 0; s < kMaxTopK; ++s) {
-      if (s < kTopK) {
-        weight[s] = picks.weights[s] / sum;
+    if (simdgroup == 0) {
+      const Pick pick = pick_experts(load_logits(logits, lane), lane);
+      if (int(lane) < kTopK) {
+        picked[lane] = pick.id;
+        picked_weights[lane] = pick.weight;
       }
     }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  if (kDownGiven) {
-    first_row = int(ids[min(slot, kTopK - 1)]) * kHidden;
+  if (kHasExperts) {
+    const int own = min(slot, kTopK - 1);
+    first_row = int(kDownPicks ? picked[own] : ids[own]) * kHidden;
 #pragma clang loop unroll(full)
     for (int s = 0; s < kMaxTopK; ++s) {
       if (s < kTopK && owner) {
-        weight[s] = weights[s];
+        weight[s] = kDownPicks ? picked_weights[s] : weights[s];
       }
     }
   }
@@ -532,5 +514,9 @@ template <typename A>
                           device float* weights [[buffer(2)]],
                           uint tid [[thread_index_in_threadgroup]],
                           uint lane [[thread_index_in_simdgroup]]) {
-  lily::write_route(lily::pick_experts(lily::load_logits(logits, lane), lane), ids, weights, tid);
+  const lily::Pick pick = lily::pick_experts(lily::load_logits(logits, lane), lane);
+  if (int(tid) < lily::kTopK) {
+    ids[tid] = pick.id;
+    weights[tid] = pick.weight;
+  }
 }

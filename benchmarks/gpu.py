@@ -48,7 +48,7 @@ SWEEP: dict[str, list[dict[str, Any]]] = {
     "delta in": _products("delta in", (4, 2, 12, 2), (4, 2, 6, 4), (4, 1, 8, 3), (2, 2, 12, 4),
                           (2, 2, 8, 6), (4, 2, 4, 3), (4, 2, 6, 2), (8, 1, 12, 1), (8, 1, 6, 2),
                           (8, 1, 6, 1)),
-    "attention in": _products("attention in", (4, 2, 6, 3), (4, 2, 9, 1), (4, 1, 9, 2),
+    "attention in": _products("attention in", (4, 2, 6, 3), (4, 1, 9, 1), (4, 1, 9, 2),
                               (2, 2, 12, 3), (8, 1, 9, 1), (4, 2, 4, 1)),
     "delta out": _tiles("delta out", "r u split simdgroups", (1, 2, 2, 8), (2, 2, 2, 8),
                         (1, 4, 1, 4)),
@@ -56,10 +56,7 @@ SWEEP: dict[str, list[dict[str, Any]]] = {
                       (8, 1, 8, 8), (4, 2, 4, 30), (4, 2, 4, 24), (4, 1, 4, 24), (4, 2, 8, 8)),
     "experts up": _tiles("experts up", "r u simdgroups", (2, 2, 9), (2, 2, 4), (2, 2, 8),
                          (2, 1, 6), (2, 1, 9), (4, 1, 9), (4, 1, 4), (1, 2, 12)),
-    "experts down": _tiles("experts down", "lanes r u", (16, 8, 1), (8, 4, 2), (8, 4, 1))
-    + [{"down_picks": True}]
-    + [t | {"down_picks": True}
-       for t in _tiles("experts down", "lanes r u", (16, 8, 1), (8, 4, 2), (8, 4, 1))],
+    "experts down": _tiles("experts down", "lanes r u", (16, 8, 1), (8, 4, 2), (8, 4, 1)),
 }  # fmt: skip
 # Attention alone, by context.
 ATTENTION_SWEEP = {

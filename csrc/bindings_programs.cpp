@@ -114,8 +114,7 @@ DecodeOptions decode_options(nb::dict d) {
       {"fuse_shared", &o.fuse_shared},
       {"fuse_head", &o.fuse_head},
       {"coalesced", &o.coalesced},
-      {"nvidia", &o.nvidia},
-      {"down_picks", &o.down_picks}};
+      {"nvidia", &o.nvidia}};
   const std::vector<std::pair<const char*, int*>> numbers = {
       {"pack", &o.pack},
       {"context", &o.context},

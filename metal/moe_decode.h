@@ -4,13 +4,12 @@
 // moe_gate_up: picks the experts (softmax over all, the kTopK most probable, ties to the lowest
 // id), then for each of them and for the shared expert act = rnd(silu(gate_proj x) * (up_proj x)).
 // The pick is done again by one simdgroup of each threadgroup that needs it, in about 600
-// instructions, instead of in a dispatch of its own; with kWriteRoute the first threadgroup writes
-// ids and weights for moe_down.
+// instructions, instead of in a dispatch of its own; the first threadgroup writes ids and weights
+// for moe_down.
 //
 // moe_down: y = sum over slots, in descending order of probability, of weight * (down_proj act),
-// then + sigmoid(shared gate) * (shared down_proj act); out = rnd(h + rnd(y)). No atomics. With
-// kDownPicks it picks too, from the same logits: where a dispatch starts while the previous one
-// runs, all its weights then arrive meanwhile.
+// then + sigmoid(shared gate) * (shared down_proj act); out = rnd(h + rnd(y)). No atomics. An id
+// past the experts reads the last one's weights instead of memory that is not there.
 //
 // moe_route: the pick apart (ablation). The shared expert apart: moe_gate_up with kTopK = 0, a GEMV
 // with fp32 results, and moe_down with kSharedGiven.
@@ -55,14 +54,11 @@ constant bool kHasExperts [[function_constant(96)]];    // kTopK > 0
 constant bool kHasShared [[function_constant(97)]];     // kSharedWidth > 0
 constant bool kExpertScales [[function_constant(98)]];  // kHasExperts and kExpertBits <= 8
 constant bool kSharedScales [[function_constant(99)]];  // kHasShared and kSharedBits <= 8
-constant bool kSelect [[function_constant(100)]];  // moe_gate_up picks
+constant bool kSelect [[function_constant(100)]];  // moe_gate_up picks, and writes ids and weights
 constant bool kGivenIds [[function_constant(101)]];  // moe_gate_up reads ids
 constant bool kSharedGiven
     [[function_constant(102)]];  // moe_down adds a shared product made elsewhere
 constant bool kSharedGate [[function_constant(103)]];  // moe_down: kHasShared or kSharedGiven
-constant bool kWriteRoute [[function_constant(104)]];  // moe_gate_up writes ids and weights
-constant bool kDownPicks [[function_constant(105)]];   // moe_down picks: kHasExperts, no kDownGiven
-constant bool kDownGiven [[function_constant(106)]];   // moe_down reads ids and weights
 
 constant constexpr int kMaxTopK = 16;
 constant constexpr int kMaxChunks = 16;    // of 32 experts
@@ -271,8 +267,8 @@ template <typename A, int KMAX>
     device const A* shared_up_scales [[buffer(13), function_constant(kSharedScales)]],
     device const A* shared_up_biases [[buffer(14), function_constant(kSharedScales)]],
     device A* act [[buffer(15)]],  // [kTopK][kWidth], then [kSharedWidth]
-    device uint* ids [[buffer(16), function_constant(kWriteRoute)]],
-    device float* weights [[buffer(17), function_constant(kWriteRoute)]],
+    device uint* ids [[buffer(16), function_constant(kSelect)]],
+    device float* weights [[buffer(17), function_constant(kSelect)]],
     uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup uint4 words[KMAX * sizeof(A) / 16];
@@ -298,7 +294,7 @@ template <typename A, int KMAX>
     const Pick pick = pick_experts(load_logits(logits, lane), lane);
     if (int(lane) < kTopK) {
       picked[lane] = pick.id;
-      if (kWriteRoute && group.x == 0) {
+      if (group.x == 0) {
         ids[lane] = pick.id;
         weights[lane] = pick.weight;
       }
@@ -314,7 +310,7 @@ template <typename A, int KMAX>
   if (select) {
     expert = int(picked[slot]);
   } else if (!shared && kGivenIds) {
-    expert = int(given_ids[slot]);
+    expert = int(min(given_ids[slot], uint(kExperts - 1)));
   }
   Rows3<A> gate;
   Rows3<A> up;
@@ -367,8 +363,7 @@ METAL_FUNC void add_tile_of_act(thread const Tile<A, R, U>& t, device const A* a
   }
 }
 
-// One slot's products for the threadgroup's rows, to threadgroup memory. The first loads of weights
-// are on their way when act is waited for.
+// One slot's products for the threadgroup's rows, to threadgroup memory.
 template <typename A, int R, int U>
 METAL_FUNC void down_body(Rows3<A> down, device const A* act, threadgroup float* products,
                           int first_row, int row0, int width, int bits, uint lane) {
@@ -385,20 +380,12 @@ METAL_FUNC void down_body(Rows3<A> down, device const A* act, threadgroup float*
     rows[r] = first_row + min(row0 + sub_row + r * (32 / lanes), kHidden - 1);
     sum[r] = 0.0f;
   }
-  Tile<A, R, U> t;
-  load_tile(t, down.w, down.scales, down.biases, rows, units, groups, bits, kMoeGroup, sub_lane,
-            lanes);
-  issue_loads();
-  if (kDownPicks) {
-    wait_for_previous();
-  }
   for (int c = 0; c < chunks; ++c) {
     const int unit = sub_lane + c * lanes * U;
-    if (c > 0) {
-      load_tile(t, down.w, down.scales, down.biases, rows, units, groups, bits, kMoeGroup, unit,
-                lanes);
-      issue_loads();
-    }
+    Tile<A, R, U> t;
+    load_tile(t, down.w, down.scales, down.biases, rows, units, groups, bits, kMoeGroup, unit,
+              lanes);
+    issue_loads();
     if (bits == 4) {
       add_tile_of_act<A, R, U, 32>(t, act, unit, lanes, sum);
     } else if (bits == 8) {
@@ -422,8 +409,8 @@ METAL_FUNC void down_body(Rows3<A> down, device const A* act, threadgroup float*
 template <typename A>
 [[kernel]] void moe_down(
     device const A* act [[buffer(0)]],
-    device const uint* ids [[buffer(1), function_constant(kDownGiven)]],
-    device const float* weights [[buffer(2), function_constant(kDownGiven)]],
+    device const uint* ids [[buffer(1), function_constant(kHasExperts)]],
+    device const float* weights [[buffer(2), function_constant(kHasExperts)]],
     device const uint* down_w
     [[buffer(3), function_constant(kHasExperts)]],  // [experts][hidden][...]
     device const A* down_scales [[buffer(4), function_constant(kExpertScales)]],
@@ -434,12 +421,9 @@ template <typename A>
     device const float* shared_gate [[buffer(9), function_constant(kSharedGate)]],  // [1], a logit
     device const float* shared_product [[buffer(10), function_constant(kSharedGiven)]],  // [hidden]
     device const A* h [[buffer(11)]], device A* out [[buffer(12)]],
-    device const float* logits [[buffer(13), function_constant(kDownPicks)]],  // of the router
     uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float products[(kMaxTopK + 1) * kMaxDownRows];
-  threadgroup uint picked[kMaxTopK];
-  threadgroup float picked_weights[kMaxTopK];
   const int rows = kDownR * (32 / at_least_1(kDownLanes));
   const int row0 = int(group.x) * rows;
   const int slot = int(simdgroup);
@@ -451,34 +435,20 @@ template <typename A>
   float gate = 0.0f;
   float before = 0.0f;
   int first_row = 0;
-  if (!kDownPicks) {
-    wait_for_previous();  // otherwise once the weights are on their way
-  }
+  wait_for_previous();
   if (owner) {
+#pragma clang loop unroll(full)
+    for (int s = 0; s < kMaxTopK; ++s) {
+      if (s < kTopK) {
+        weight[s] = weights[s];
+      }
+    }
     gate = kSharedGate ? shared_gate[0] : 0.0f;
     before = float(h[row]);
   }
-  if (kDownPicks) {
-    if (simdgroup == 0) {
-      const Pick pick = pick_experts(load_logits(logits, lane), lane);
-      if (int(lane) < kTopK) {
-        picked[lane] = pick.id;
-        picked_weights[lane] = pick.weight;
-      }
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (kHasExperts && !shared) {
+    first_row = int(min(ids[slot], uint(kExperts - 1))) * kHidden;
   }
-  if (kHasExperts) {
-    const int own = min(slot, kTopK - 1);
-    first_row = int(kDownPicks ? picked[own] : ids[own]) * kHidden;
-#pragma clang loop unroll(full)
-    for (int s = 0; s < kMaxTopK; ++s) {
-      if (s < kTopK && owner) {
-        weight[s] = kDownPicks ? picked_weights[s] : weights[s];
-      }
-    }
-  }
-  first_row = shared ? 0 : first_row;
   Rows3<A> down;
   down.w = shared ? shared_down_w : down_w;
   down.scales = shared ? shared_down_scales : down_scales;

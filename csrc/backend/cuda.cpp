@@ -256,6 +256,14 @@ CudaGraph::CudaGraph(const Program& program, const Bindings& bindings, const std
       node.sharedMemBytes = parameters.shared_bytes();
       node.kernelParams = parameters.data();
       allow_shared(node.func, node.sharedMemBytes, d.kernel->name);
+      int most = 0;  // its registers decide
+      check_cuda(cuFuncGetAttribute(&most, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, node.func),
+                 "asking for the registers of " + d.kernel->name);
+      if (static_cast<int>(node.blockDimX * node.blockDimY * node.blockDimZ) > most) {
+        throw std::runtime_error("lily_mlx, NVIDIA: kernel '" + d.kernel->name + "' (" + d.name +
+                                 ") runs with at most " + std::to_string(most) +
+                                 " threads a threadgroup on this GPU; choose fewer simdgroups");
+      }
       std::vector<CUgraphNode> before;
       if (label != nullptr) {
         before.assign(size_ > 0 ? 1 : 0, last);

@@ -48,8 +48,9 @@ Splits splits_of(const AttentionDims& a, int capacity, const DecodeOptions& opti
 const TileFields& nvidia_tiles() {
   static const TileFields tiles = {{"delta in.simdgroups", 8},
                                    {"delta in.blocks", 3},
+                                   {"attention in.r", 4},
+                                   {"attention in.u", 1},
                                    {"attention in.simdgroups", 9},
-                                   {"attention in.blocks", 2},
                                    {"experts up.simdgroups", 6},
                                    {"head.simdgroups", 4},
                                    {"head.blocks", 8},
@@ -102,7 +103,6 @@ MoeTile moe_tile(const MoeDims& m, Type t, const TileFields& tiles) {
 struct MoePart {
   bool routed = true, shared = true;
   bool select = true;         // gate_up picks the experts
-  bool down_picks = false;    // so does down, instead of reading what gate_up picked
   bool shared_given = false;  // down adds a product made elsewhere
 };
 
@@ -132,10 +132,7 @@ Constants moe_constants(const MoeDims& m, Type t, const MoeTile& tile, const Moe
           {"kSelect", part.routed && part.select},
           {"kGivenIds", part.routed && !part.select},
           {"kSharedGiven", part.shared_given},
-          {"kSharedGate", part.shared || part.shared_given},
-          {"kWriteRoute", part.routed && part.select && !part.down_picks},
-          {"kDownPicks", part.routed && part.down_picks},
-          {"kDownGiven", part.routed && !part.down_picks}};
+          {"kSharedGate", part.shared || part.shared_given}};
 }
 
 struct MoeRow {
@@ -149,10 +146,7 @@ void add_gate_up(Builder& b, const std::string& label, const MoeDims& m, const M
   set_constants(d, moe_constants(m, b.t, tile, part));
   d.read("x", row.x);
   if (part.routed && part.select) {
-    d.read("logits", row.logits);
-    if (!part.down_picks) {
-      d.write("ids", row.ids).write("weights", row.weights);
-    }
+    d.read("logits", row.logits).write("ids", row.ids).write("weights", row.weights);
   }
   if (part.routed && !part.select) {
     d.read("given_ids", row.ids);
@@ -465,19 +459,15 @@ class DecodeBuilder {
   SlotId add_moe(const MoeDims& m, const std::string& name, SlotId norm, SlotId h) {
     MoeSlots w = moe_slots(b_, name, m);
     const MoeTile tile = moe_tile(m, b_.t, o_.tiles);
-    MoePart part;
-    part.select = o_.fuse_route;
-    part.down_picks = o_.fuse_route && o_.down_picks;
-    part.shared = o_.fuse_shared;
-    part.shared_given = !o_.fuse_shared;
     MoeRow r{hidden(name + "x"), b_.scratch(name + "logits", 4 * size_t(m.router.rows)),
-             b_.scratch(name + "shared_logit", 4), {}, {}};
-    if (!part.down_picks) {
-      r.ids = b_.scratch(name + "ids", 4 * size_t(m.top_k));
-      r.weights = b_.scratch(name + "weights", 4 * size_t(m.top_k));
-    }
+             b_.scratch(name + "shared_logit", 4), b_.scratch(name + "ids", 4 * size_t(m.top_k)),
+             b_.scratch(name + "weights", 4 * size_t(m.top_k))};
     add_products("router", name, h, norm, {w.router, w.shared_router}, {r.logits, r.shared_logit},
                  true, r.x);
+    MoePart part;
+    part.select = o_.fuse_route;
+    part.shared = o_.fuse_shared;
+    part.shared_given = !o_.fuse_shared;
     if (!o_.fuse_route) {
       Dispatch d(kernels().at("moe_route"));
       set_constants(d, moe_constants(m, b_.t, tile, part));
@@ -503,12 +493,7 @@ class DecodeBuilder {
     SlotId next = hidden(name + "h");
     Dispatch d(kernels().at("moe_down_" + suffix(b_.t)));
     set_constants(d, moe_constants(m, b_.t, tile, part));
-    d.read("act", act);
-    if (part.down_picks) {
-      d.read("logits", r.logits);
-    } else {
-      d.read("ids", r.ids).read("weights", r.weights);
-    }
+    d.read("act", act).read("ids", r.ids).read("weights", r.weights);
     read_matrix(d, w.down, "down_w", "down_scales", "down_biases", m.top_k);
     if (part.shared) {
       read_matrix(d, w.shared_down, "shared_down_w", "shared_down_scales", "shared_down_biases");

@@ -4,7 +4,7 @@ unfused forms.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -41,12 +41,7 @@ class Shape:
 
 
 def constants(
-    s: Shape,
-    *,
-    select: bool = True,
-    given_ids: bool = False,
-    shared_given: bool = False,
-    down_picks: bool = False,
+    s: Shape, *, select: bool = True, given_ids: bool = False, shared_given: bool = False
 ) -> dict:
     routed, shared = s.top_k > 0, s.shared > 0
     return {
@@ -74,9 +69,6 @@ def constants(
         101: given_ids,
         102: shared_given,
         103: shared or shared_given,
-        104: select and routed and not down_picks,
-        105: routed and down_picks,
-        106: routed and not down_picks,
     }
 
 
@@ -119,9 +111,7 @@ class Layer:
         )
         buffers = {0: self.x, 15: act}
         if c[100]:
-            buffers[1] = self.logits
-        if c[104]:
-            buffers |= {16: out_ids, 17: weights}
+            buffers |= {1: self.logits, 16: out_ids, 17: weights}
         if c[101]:
             buffers[2] = ids
         if top_k:
@@ -147,8 +137,7 @@ class Layer:
         out = a.empty(s.hidden)
         buffers = {0: act, 11: self.h, 12: out}
         if c[81]:
-            buffers |= weight_buffers(self.down, 3)
-        buffers |= {13: self.logits} if c[105] else {1: ids, 2: weights} if c[106] else {}
+            buffers |= {1: ids, 2: weights} | weight_buffers(self.down, 3)
         if c[85]:
             buffers |= weight_buffers(self.shared_down, 6)
         if c[103]:
@@ -364,20 +353,6 @@ def test_pick_does_not_depend_on_the_threads(simdgroups: int) -> None:
         pick("cpu", logits, 8, simdgroups=simdgroups), pick("cpu", logits, 8), strict=True
     ):
         np.testing.assert_array_equal(x, y)
-
-
-@pytest.mark.parametrize("host,s", [("checked", TINY), ("cpu", Shape(32, 8, 256, 64, 64))])
-@pytest.mark.parametrize("norm", [True, False])
-def test_down_that_picks_equals_down_that_reads_the_pick(host: str, s: Shape, norm: bool) -> None:
-    layer = Layer(replace(s, norm=norm), BF16, seed=6)
-    c = constants(layer.s)
-    act, ids, weights = layer.gate_up(host, c)
-    want = layer.down_rows(host, c, act, ids, weights)
-    c = constants(layer.s, down_picks=True)
-    act_alone, untouched, _ = layer.gate_up(host, c)
-    np.testing.assert_array_equal(act_alone, act)
-    assert (untouched == 2**31).all()
-    np.testing.assert_array_equal(layer.down_rows(host, c, act, ids, weights), want)
 
 
 # ---------------------------------------------------------------- unfused forms

@@ -158,13 +158,15 @@ Scan to_scan(const std::string& name) {
 
 MatrixUnit to_unit(const std::string& name) {
   const std::vector<std::pair<const char*, MatrixUnit>> units = {
-      {"simdgroup", MatrixUnit::simdgroup}, {"tensor", MatrixUnit::tensor}};
+      {"simdgroup", MatrixUnit::simdgroup},
+      {"tensor", MatrixUnit::tensor},
+      {"nvidia", MatrixUnit::nvidia}};
   for (auto& [text, unit] : units) {
     if (name == text) {
       return unit;
     }
   }
-  throw std::invalid_argument("matrix unit '" + name + "' is not simdgroup or tensor.");
+  throw std::invalid_argument("matrix unit '" + name + "' is not simdgroup, tensor or nvidia.");
 }
 
 bool has_backend(const std::string& device) {

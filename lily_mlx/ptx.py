@@ -140,8 +140,8 @@ def decode_pipelines(
 
 
 # Rows that between them use every kernel of a projection and of an MoE block.
-_PROJECT_ROWS = (1, 5, 9, 17, 33, 65)
-_MOE_ROWS = (1, 5, 9, 17, 33, 65, 16384)
+_PROJECT_ROWS = (1, 5, 9, 17, 65536)
+_MOE_ROWS = (1, 5, 9, 17, 33, 65536)
 
 
 def layer_pipelines(
@@ -179,7 +179,7 @@ def layer_pipelines(
                 "top_k": top_k,
                 "normalize": True,
             }
-            for rows in {*_MOE_ROWS, *(-(-m * experts // top_k) for m in (16, 17, 48, 49))}:
+            for rows in _MOE_ROWS:
                 kernel = "moe_rows" if rows <= 16 else "moe_gemm"
                 built.append(_ext.moe_program(dtype, kernel, rows, dims, UNIT))
     return {p["key"]: p for b in built for p in b.program.pipelines}
@@ -240,7 +240,7 @@ def _register_once() -> None:
     register(_ext.cuda_add_kernel)
 
 
-UNIT = "simdgroup"
+UNIT = "nvidia"
 """The matrix unit that the NVIDIA backend's GEMMs are compiled for."""
 
 NVIDIA = {"logits": True, "nvidia": True}

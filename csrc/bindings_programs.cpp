@@ -274,6 +274,18 @@ void bind_programs(nb::module_& m) {
       "dtype"_a, "batch"_a, "tokens"_a, "key_heads"_a, "value_heads"_a, "eps"_a,
       "has_mask"_a = false, "has_lengths"_a = false, "scan"_a = "norm");
 
+  m.def(
+      "attention_prepare_program",
+      [](const std::string& dtype, int head_dim, int rotary, int tokens) {
+        PrepareDims d{1, tokens, 1, 1, head_dim, rotary, 1e6f, 1e-6f, false};
+        const std::string reason = prepare_refusal(to_type(dtype), d);
+        if (!reason.empty()) {
+          throw std::invalid_argument(reason + ".");
+        }
+        return built(attention_prepare_program(to_type(dtype), d));
+      },
+      "dtype"_a, "head_dim"_a, "rotary"_a, "tokens"_a = 1);
+
   m.def("has_backend", &has_backend, "device"_a,
         "Whether this build can run Programs on MLX's device: \"cpu\", \"metal\" or \"cuda\".");
   m.def(

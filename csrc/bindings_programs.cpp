@@ -158,13 +158,15 @@ Scan to_scan(const std::string& name) {
 
 MatrixUnit to_unit(const std::string& name) {
   const std::vector<std::pair<const char*, MatrixUnit>> units = {
-      {"simdgroup", MatrixUnit::simdgroup}, {"tensor", MatrixUnit::tensor}};
+      {"simdgroup", MatrixUnit::simdgroup},
+      {"tensor", MatrixUnit::tensor},
+      {"nvidia", MatrixUnit::nvidia}};
   for (auto& [text, unit] : units) {
     if (name == text) {
       return unit;
     }
   }
-  throw std::invalid_argument("matrix unit '" + name + "' is not simdgroup or tensor.");
+  throw std::invalid_argument("matrix unit '" + name + "' is not simdgroup, tensor or nvidia.");
 }
 
 bool has_backend(const std::string& device) {
@@ -271,6 +273,18 @@ void bind_programs(nb::module_& m) {
       },
       "dtype"_a, "batch"_a, "tokens"_a, "key_heads"_a, "value_heads"_a, "eps"_a,
       "has_mask"_a = false, "has_lengths"_a = false, "scan"_a = "norm");
+
+  m.def(
+      "attention_prepare_program",
+      [](const std::string& dtype, int head_dim, int rotary, int tokens) {
+        PrepareDims d{1, tokens, 1, 1, head_dim, rotary, 1e6f, 1e-6f, false};
+        const std::string reason = prepare_refusal(to_type(dtype), d);
+        if (!reason.empty()) {
+          throw std::invalid_argument(reason + ".");
+        }
+        return built(attention_prepare_program(to_type(dtype), d));
+      },
+      "dtype"_a, "head_dim"_a, "rotary"_a, "tokens"_a = 1);
 
   m.def("has_backend", &has_backend, "device"_a,
         "Whether this build can run Programs on MLX's device: \"cpu\", \"metal\" or \"cuda\".");

@@ -219,6 +219,7 @@ const std::vector<Row>& table() {
     {"moe",         "cuda",  "moe_rows",       {bf16, affine, columns, metal_experts, metal_top_k, top_k[1], row_count(1, 16)}},
     {"moe",         "cuda",  "moe_gemm",       {bf16, affine, columns, metal_experts, metal_top_k, top_k[1]}},
     {"gated_delta", "cuda",  "gdn_scan",       {bf16, gdn_dims[0], gdn_dims[1]}},
+    {"attention",   "cuda",  "attention_prep", {bf16, mask({"none", "causal", "bool", "additive"}), between("head_dim", 256, 256)}},
     {"decode_step", "cuda",  "decode_step",    {half, affine, columns, between("rows", 1, 1), between("head_dim", 256, 256),
                                                 gdn_dims[0], gdn_dims[1], metal_experts, multiple("experts", 32), metal_top_k, top_k[1]}},
   };

@@ -140,8 +140,8 @@ def decode_pipelines(
 
 
 # Rows that between them use every kernel of a projection and of an MoE block.
-_PROJECT_ROWS = (1, 5, 9, 17, 33, 65)
-_MOE_ROWS = (1, 5, 9, 17, 33, 65, 16384)
+_PROJECT_ROWS = (1, 5, 9, 17, 65536)
+_MOE_ROWS = (1, 5, 9, 17, 33, 65536)
 
 
 def layer_pipelines(
@@ -150,7 +150,7 @@ def layer_pipelines(
     """The pipelines of a layer primitive on an NVIDIA GPU, by key, for any number of rows.
 
     Args:
-        kind: "project", "moe" or "gated_delta".
+        kind: "project", "moe", "gated_delta" or "attention".
         formats: (bits, group) of the weights, bits 0 for plain ones.
         experts, top_k: of an MoE block.
     """
@@ -158,6 +158,8 @@ def layer_pipelines(
 
     kernels.load()
     built = []
+    if kind == "attention":
+        built.append(_ext.attention_prepare_program(dtype, 256, 64))
     if kind == "gated_delta":
         built.append(_ext.gated_delta_program(dtype, 1, 32, 1, 1, 1e-6, scan="apart"))
     for bits, group in set(formats):
@@ -179,7 +181,7 @@ def layer_pipelines(
                 "top_k": top_k,
                 "normalize": True,
             }
-            for rows in {*_MOE_ROWS, *(-(-m * experts // top_k) for m in (16, 17, 48, 49))}:
+            for rows in _MOE_ROWS:
                 kernel = "moe_rows" if rows <= 16 else "moe_gemm"
                 built.append(_ext.moe_program(dtype, kernel, rows, dims, UNIT))
     return {p["key"]: p for b in built for p in b.program.pipelines}
@@ -196,8 +198,7 @@ def prefill_pipelines(text_shapes: dict[str, Any]) -> dict[str, Any]:
         mixer, moe = layer.get("delta") or layer["attention"], layer["moe"]
         found |= layer_pipelines("project", dtype, _formats(mixer))
         found |= layer_pipelines("moe", dtype, _formats(moe), moe["router"][0], moe["top_k"])
-        if "delta" in layer:
-            found |= layer_pipelines("gated_delta", dtype)
+        found |= layer_pipelines("gated_delta" if "delta" in layer else "attention", dtype)
     return found
 
 
@@ -240,7 +241,7 @@ def _register_once() -> None:
     register(_ext.cuda_add_kernel)
 
 
-UNIT = "simdgroup"
+UNIT = "nvidia"
 """The matrix unit that the NVIDIA backend's GEMMs are compiled for."""
 
 NVIDIA = {"logits": True, "nvidia": True}

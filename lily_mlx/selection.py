@@ -59,7 +59,7 @@ def query(kind: str, *, device: str | None = None, **shape: Any) -> Choice:
 
 
 # Layer primitives, whose kernels an NVIDIA GPU needs as PTX; the decode step's plan checks its own.
-_COMPILED_AHEAD = ("project", "moe", "gated_delta")
+_COMPILED_AHEAD = ("project", "moe", "gated_delta", "attention")
 
 
 # Layers ask at every call.

@@ -19,8 +19,9 @@ struct LayerProgram {
   mutable std::shared_ptr<const void> on_device;  // the tables there, kept by a backend
 };
 
-// The matrix unit that GEMMs are compiled for.
-enum class MatrixUnit : uint8_t { simdgroup, tensor };
+// The matrix unit that GEMMs are compiled for: simdgroup_matrix, Metal 4 tensor operations,
+// NVIDIA's tensor cores.
+enum class MatrixUnit : uint8_t { simdgroup, tensor, nvidia };
 
 // y_i = x W_i^T for `rows` rows. kernel: "gemv", "gemv_rows" or "qgemm", by the selection table.
 void add_project(Builder& b, const std::string& label, const std::string& kernel, int rows,
@@ -30,8 +31,7 @@ void add_project(Builder& b, const std::string& label, const std::string& kernel
 std::string project_refusal(Type t, const std::string& kernel,
                             const std::vector<MatrixDims>& matrices, bool float32);
 std::shared_ptr<LayerProgram> project_program(Type t, const std::string& kernel, int rows,
-                                              const std::vector<MatrixDims>& matrices,
-                                              bool float32,
+                                              const std::vector<MatrixDims>& matrices, bool float32,
                                               MatrixUnit unit = MatrixUnit::simdgroup);
 
 void add_rms_norm(Builder& b, const std::string& label, int rows, int dim, float eps, SlotId x,

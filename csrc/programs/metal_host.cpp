@@ -103,8 +103,8 @@ Choice choose(mx::Stream s, const std::string& kind, const Shape& shape) {
   return query(kind, on_nvidia(s) ? "cuda" : "metal", shape);
 }
 
-MatrixUnit unit_for(mx::Stream) {
-  return MatrixUnit::simdgroup;
+MatrixUnit unit_for(mx::Stream s) {
+  return on_nvidia(s) ? MatrixUnit::nvidia : MatrixUnit::simdgroup;
 }
 
 // One threadgroup a head leaves most of a large GPU idle: there the norm comes apart, so that more

@@ -34,29 +34,23 @@ def _tiles(label: str, fields: str, *values: tuple[int, ...]) -> list[dict[str, 
     return [{f"{label}.{f}": v for f, v in zip(fields.split(), row, strict=True)} for row in values]
 
 
-# Ways to run one row of products: depth of a block of rows, loads, simdgroups, blocks a simdgroup.
-def _products(label: str, *values: tuple[int, int, int, int]) -> list[dict[str, int]]:
-    return _tiles(label, "r u simdgroups blocks", *values)
-
-
 def _attention(*values: tuple[int, int, int]) -> list[dict[str, int]]:
     return [{"pack": p, "splits": s, "attention.simdgroups": n} for p, s, n in values]
 
 
 # Label -> other ways to run it.
 SWEEP: dict[str, list[dict[str, Any]]] = {
-    "delta in": _products("delta in", (4, 2, 12, 2), (4, 2, 6, 4), (4, 1, 8, 3), (2, 2, 12, 4),
-                          (2, 2, 8, 6), (4, 2, 4, 3), (4, 2, 6, 2), (8, 1, 12, 1), (8, 1, 6, 2),
-                          (8, 1, 6, 1)),
-    "attention in": _products("attention in", (4, 2, 6, 3), (4, 1, 9, 1), (4, 1, 9, 2),
-                              (2, 2, 12, 3), (8, 1, 9, 1), (4, 2, 4, 1)),
-    "delta out": _tiles("delta out", "r u split simdgroups", (1, 2, 2, 8), (2, 2, 2, 8),
-                        (1, 4, 1, 4)),
-    "head": _products("head", (4, 2, 12, 40), (4, 2, 12, 20), (4, 2, 6, 20), (4, 1, 8, 8),
-                      (8, 1, 8, 8), (4, 2, 4, 30), (4, 2, 4, 24), (4, 1, 4, 24), (4, 2, 8, 8)),
-    "experts up": _tiles("experts up", "r u simdgroups", (2, 2, 9), (2, 2, 4), (2, 2, 8),
-                         (2, 1, 6), (2, 1, 9), (4, 1, 9), (4, 1, 4), (1, 2, 12)),
-    "experts down": _tiles("experts down", "lanes r u", (16, 8, 1), (8, 4, 2), (8, 4, 1)),
+    "all": [{"sync": False}],
+    "delta in": _tiles("delta in", "u split simdgroups blocks", (2, 8, 8, 2), (2, 8, 8, 1),
+                       (2, 8, 8, 6), (4, 4, 8, 3), (4, 4, 4, 3), (4, 4, 4, 2), (2, 8, 16, 3)),
+    "attention in": _tiles("attention in", "u split simdgroups blocks", (2, 8, 8, 2), (2, 8, 8, 1),
+                           (2, 8, 8, 5), (4, 4, 4, 2), (4, 4, 4, 1)),
+    "delta out": _tiles("delta out", "u split simdgroups", (4, 8, 8)),
+    "head": _tiles("head", "u split simdgroups blocks", (2, 8, 8, 30), (2, 8, 8, 20), (2, 8, 8, 8),
+                   (2, 8, 8, 118), (4, 4, 4, 30), (4, 4, 4, 8), (4, 4, 8, 30)),
+    "experts up": _tiles("experts up", "u r simdgroups", (2, 1, 8), (2, 3, 8), (2, 4, 8),
+                         (4, 2, 4), (4, 4, 4), (4, 6, 4)),
+    "experts down": _tiles("experts down", "r", (2,)),
 }  # fmt: skip
 # Attention alone, by context.
 ATTENTION_SWEEP = {

@@ -114,7 +114,8 @@ DecodeOptions decode_options(nb::dict d) {
       {"fuse_shared", &o.fuse_shared},
       {"fuse_head", &o.fuse_head},
       {"coalesced", &o.coalesced},
-      {"nvidia", &o.nvidia}};
+      {"nvidia", &o.nvidia},
+      {"sync", &o.sync}};
   const std::vector<std::pair<const char*, int*>> numbers = {
       {"pack", &o.pack},
       {"context", &o.context},

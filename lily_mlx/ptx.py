@@ -67,7 +67,7 @@ def build(pipelines: Iterable[dict[str, Any]], sources: Path, folder: Path = FOL
         values = source.constant_values(pipeline["constants"])
         text = source.ptx(values, contract="fast", arch=ARCHITECTURE).read_text()
         entry = cuda_tools.entry_name(pipeline["kernel"])
-        alone = only_entry(text, entry)
+        alone = with_residency(only_entry(text, entry), entry, pipeline["constants"])
         name = f"{entry}-{hashlib.sha256(alone.encode()).hexdigest()[:12]}.ptx"
         if entries.get(pipeline["key"]) == [name, entry] and (folder / name).exists():
             continue
@@ -80,6 +80,24 @@ def build(pipelines: Iterable[dict[str, Any]], sources: Path, folder: Path = FOL
         if stale.name not in used:
             stale.unlink()
     return built
+
+
+RESIDENT = 16
+"""Simdgroups of a tensor-core GEMV that a multiprocessor must hold at once."""
+
+
+def with_residency(ptx: str, entry: str, constants: dict[str, Any]) -> str:
+    """The registers of a tensor-core GEMV bounded so that RESIDENT of its simdgroups fit.
+
+    Left to itself the assembler takes a few more than that, and half as many fit.
+    """
+    simdgroups = constants.get("kSimdgroups", constants.get("kUpSimdgroups"))
+    if not entry.startswith(("sync_gemv_", "sync_head_", "sync_moe_gate_up_")) or not simdgroups:
+        return ptx
+    if RESIDENT % int(simdgroups):
+        return ptx
+    bound = f".maxntid {32 * simdgroups}, 1, 1\n.minnctapersm {RESIDENT // simdgroups}"
+    return re.sub(rf"(\.entry {entry}\([^)]*\))", rf"\1\n{bound}", ptx, count=1)
 
 
 def only_entry(ptx: str, entry: str) -> str:
@@ -244,7 +262,7 @@ def _register_once() -> None:
 UNIT = "nvidia"
 """The matrix unit that the NVIDIA backend's GEMMs are compiled for."""
 
-NVIDIA = {"logits": True, "nvidia": True}
+NVIDIA = {"logits": True, "nvidia": True, "sync": True}
 """Options of the decode step with which the NVIDIA backend starts."""
 
 CAPACITIES = (1024, 1280)

@@ -202,8 +202,27 @@ METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, device const A* h
 #define LILY_GEMV_SHAPES(CASE) \
   CASE(1, 1) CASE(1, 2) CASE(1, 4) CASE(2, 1) CASE(2, 2) CASE(4, 1) CASE(4, 2) CASE(8, 1)
 
+// A threadgroup's products, lane by lane; gemv_sync.h has another form.
+struct LaneProducts {
+  constexpr static constant int kScratch = kMaxSimdgroups * 32;  // floats of threadgroup memory
+
+  template <typename A, typename O, typename Put>
+  static METAL_FUNC void run(thread const Matrix<A, O>* matrices, device const A* h,
+                             device const A* norm_weight, device A* x_out, StagedRow<A> x,
+                             threadgroup float* scratch, thread Put& put, uint group, uint tid,
+                             uint simdgroup, uint lane) {
+#define LILY_CASE(R, U)                                                                         \
+  if (kR == R && kU == U) {                                                                     \
+    gemv_body<A, O, Put, R, U>(matrices, h, norm_weight, x_out, x, scratch, put, group, tid,    \
+                               simdgroup, lane);                                                \
+  }
+    LILY_GEMV_SHAPES(LILY_CASE)
+#undef LILY_CASE
+  }
+};
+
 // KMAX bounds K: it sizes the threadgroup memory.
-template <typename A, typename O, int KMAX>
+template <typename A, typename O, int KMAX, typename Products = LaneProducts>
 [[kernel]] void gemv(
     device const A* h [[buffer(0)]],
     device const A* norm_weight [[buffer(1), function_constant(kNorm)]],
@@ -227,7 +246,7 @@ template <typename A, typename O, int KMAX>
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup uint4 words[KMAX * sizeof(A) / 16];
   threadgroup float2 sums[KMAX / 8];
-  threadgroup float scratch[kMaxSimdgroups * 32];
+  threadgroup float scratch[Products::kScratch];
   StagedRow<A> x;
   x.words = words;
   x.sums = sums;
@@ -237,13 +256,7 @@ template <typename A, typename O, int KMAX>
                                     {w3, scales3, biases3, y3, kRows3, kBits3}};
   StoreRow<A, O> put;
   put.residual = residual;
-#define LILY_CASE(R, U)                                                                     \
-  if (kR == R && kU == U) {                                                                 \
-    gemv_body<A, O, StoreRow<A, O>, R, U>(matrices, h, norm_weight, x_out, x, scratch, put, \
-                                          group.x, tid, simdgroup, lane);                   \
-  }
-  LILY_GEMV_SHAPES(LILY_CASE)
-#undef LILY_CASE
+  Products::run(matrices, h, norm_weight, x_out, x, scratch, put, group.x, tid, simdgroup, lane);
 }
 
 // The norm apart, for the unfused form: y = rnd(rms_norm(h)). One threadgroup.

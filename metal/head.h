@@ -4,11 +4,6 @@
 // head_gemv: the GEMV of gemv.h on one matrix, with the norm; each threadgroup keeps the greatest
 // of its logits (the lowest id among equals). Logits go to memory only when asked for.
 //
-// argmax_final: one threadgroup; the greatest of those, to the token slot; adds 1 to the position.
-//
-// argmax_logits: the first stage apart, over logits in memory (ablation, or logits changed by a
-// processor).
-//
 // embed_row: h = rnd(scale * code + bias) of the slot's token; eight values a thread. An id past
 // the vocabulary reads the last row instead of memory that is not there.
 //
@@ -81,7 +76,7 @@ struct BestRow {
   }
 };
 
-template <typename A, int KMAX>
+template <typename A, int KMAX, typename Products = LaneProducts>
 [[kernel]] void head_gemv(device const A* h [[buffer(0)]],
                           device const A* norm_weight [[buffer(1), function_constant(kNorm)]],
                           device const uint* w [[buffer(2)]],
@@ -96,7 +91,7 @@ template <typename A, int KMAX>
                           uint lane [[thread_index_in_simdgroup]]) {
   threadgroup uint4 words[KMAX * sizeof(A) / 16];
   threadgroup float2 sums[KMAX / 8];
-  threadgroup float scratch[kMaxSimdgroups * 32];
+  threadgroup float scratch[Products::kScratch];
   threadgroup float values[kMaxSimdgroups];
   threadgroup uint ids[kMaxSimdgroups];
   StagedRow<A> x;
@@ -109,13 +104,8 @@ template <typename A, int KMAX>
   BestRow<A> put;
   put.logits = logits;
   put.best = no_best();
-#define LILY_CASE(R, U)                                                                       \
-  if (kR == R && kU == U) {                                                                   \
-    gemv_body<A, float, BestRow<A>, R, U>(matrices, h, norm_weight, nullptr, x, scratch, put, \
-                                          group.x, tid, simdgroup, lane);                     \
-  }
-  LILY_GEMV_SHAPES(LILY_CASE)
-#undef LILY_CASE
+  device A* no_copy = nullptr;
+  Products::run(matrices, h, norm_weight, no_copy, x, scratch, put, group.x, tid, simdgroup, lane);
   threadgroup_best(put.best, values, ids, simdgroup, lane, kSimdgroups);
   if (tid == 0) {
     partial_values[group.x] = put.best.value;
@@ -153,51 +143,3 @@ template <typename A>
 }
 
 }  // namespace lily
-
-// Names of kernels that are no templates are their own host names, so these stay out of the
-// namespace.
-
-[[kernel]] void argmax_final(device const float* partial_values [[buffer(0)]],
-                             device const uint* partial_ids [[buffer(1)]],
-                             device uint* token [[buffer(2)]],
-                             device int* position [[buffer(3), function_constant(lily::kAdvance)]],
-                             uint tid [[thread_index_in_threadgroup]],
-                             uint simdgroup [[simdgroup_index_in_threadgroup]],
-                             uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup float values[lily::kMaxSimdgroups];
-  threadgroup uint ids[lily::kMaxSimdgroups];
-  lily::Best best = lily::no_best();
-  lily::wait_for_previous();
-  for (int i = int(tid); i < lily::kPartials; i += lily::kSimdgroups * 32) {
-    lily::keep_better(best, partial_values[i], partial_ids[i]);
-  }
-  lily::threadgroup_best(best, values, ids, simdgroup, lane, lily::kSimdgroups);
-  if (tid == 0) {
-    token[0] = best.id == 0xffffffffu ? 0u : best.id;
-    if (lily::kAdvance) {
-      position[0] += 1;
-    }
-  }
-}
-
-[[kernel]] void argmax_logits(device const float* logits [[buffer(0)]],
-                              device float* partial_values [[buffer(1)]],
-                              device uint* partial_ids [[buffer(2)]],
-                              uint3 group [[threadgroup_position_in_grid]],
-                              uint tid [[thread_index_in_threadgroup]],
-                              uint simdgroup [[simdgroup_index_in_threadgroup]],
-                              uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup float values[lily::kMaxSimdgroups];
-  threadgroup uint ids[lily::kMaxSimdgroups];
-  const int threads = lily::kSimdgroups * 32;
-  lily::Best best = lily::no_best();
-  for (int i = int(group.x) * threads + int(tid); i < lily::kRows0;
-       i += lily::kPartials * threads) {
-    lily::keep_better(best, logits[i], uint(i));
-  }
-  lily::threadgroup_best(best, values, ids, simdgroup, lane, lily::kSimdgroups);
-  if (tid == 0) {
-    partial_values[group.x] = best.value;
-    partial_ids[group.x] = best.id;
-  }
-}

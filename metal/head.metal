@@ -1,3 +1,4 @@
+#include "argmax.h"
 #include "head.h"
 
 #define LILY_HEAD_GEMV(name, A, KMAX)   \

@@ -1,4 +1,5 @@
 #include "moe_decode.h"
+#include "moe_route.h"
 
 #define LILY_MOE(suffix, A)                                         \
   template [[host_name("moe_gate_up_" suffix "_k2048")]] [[kernel]] \

@@ -50,6 +50,7 @@ SetOptions& set_options() {
     SetOptions s;
     s.options.logits = true;
     s.options.nvidia = true;
+    s.options.sync = true;
     return s;
   }();
   return set;

@@ -143,6 +143,23 @@ GemvTile gemv_tile(int cols, const std::vector<int>& bits, int rows) {
   return {32, 1, divides(4) ? 4 : divides(2) ? 2 : 1, 1, 8, 1};
 }
 
+std::optional<GemvTile> sync_tile(Type t, const std::vector<MatrixDims>& matrices, bool float32) {
+  const int cols = matrices[0].cols, split = cols / 256;
+  int blocks = 0;
+  for (const MatrixDims& m : matrices) {
+    if (m.bits != 4 || m.group != 64) {
+      return std::nullopt;
+    }
+    blocks += ceil_div(m.rows, 16);
+  }
+  const bool serves = t != Type::f32 && !float32 && cols % 256 == 0 && (split == 8 || split == 16);
+  if (!serves || blocks < kMultiprocessors / 2) {
+    return std::nullopt;
+  }
+  // Sixteen simdgroups a multiprocessor at a time, and the same number of blocks for each.
+  return GemvTile{2, 1, 2, split, split, ceil_div(blocks, kMultiprocessors * (16 / split))};
+}
+
 void override_tile(GemvTile& tile, const TileFields& tiles, const std::string& label) {
   override_field(tile.lanes, tiles, label + ".lanes");
   override_field(tile.r, tiles, label + ".r");
@@ -226,10 +243,12 @@ void add_gemv(Builder& b, const std::string& label, const std::vector<MatrixSlot
     bits.push_back(kernel_bits(m.dims, b.t));
     rows += m.dims.rows;
   }
-  GemvTile tile = gemv_tile(dims[0].cols, bits, rows);
+  const auto sync =
+      options.sync ? sync_tile(b.t, dims, options.float32) : std::optional<GemvTile>();
+  GemvTile tile = sync ? *sync : gemv_tile(dims[0].cols, bits, rows);
   override_tile(tile, options.tiles, label);
   const bool wide = options.float32 && b.t != Type::f32;
-  Dispatch d(kernels().at("gemv_" + suffix(b.t) + (wide ? "_f32_k" : "_k") +
+  Dispatch d(kernels().at((sync ? "sync_gemv_" : "gemv_") + suffix(b.t) + (wide ? "_f32_k" : "_k") +
                           std::to_string(kmax(dims[0].cols))));
   set_constants(d, gemv_constants(b.t, dims, tile, options));
   d.read("h", h, {0, b.size(dims[0].cols)});

@@ -115,6 +115,7 @@ struct GemvOptions {
   float eps = 0.0f;
   std::optional<std::vector<size_t>> offsets;  // of each y in its slot, bytes
   TileFields tiles;
+  bool sync = false;  // NVIDIA's tensor cores, where gemv_sync.h serves
 };
 
 // y_i = W_i h for one to four matrices with the same columns and group, one dispatch.
@@ -131,6 +132,9 @@ struct GemvTile {
 GemvTile gemv_tile(int cols, const std::vector<int>& bits, int rows);
 Constants gemv_constants(Type t, const std::vector<MatrixDims>& matrices, const GemvTile& tile,
                          const GemvOptions& options);
+// The tensor-core form's tile, for an NVIDIA card of `kMultiprocessors`, and whether it has a kernel.
+constexpr int kMultiprocessors = 132;
+std::optional<GemvTile> sync_tile(Type t, const std::vector<MatrixDims>& matrices, bool float32);
 void override_tile(GemvTile& tile, const TileFields& tiles, const std::string& label);
 int gemv_groups(const std::vector<MatrixDims>& matrices, const GemvTile& tile);
 int kmax(int cols);

@@ -45,16 +45,17 @@ Splits splits_of(const AttentionDims& a, int capacity, const DecodeOptions& opti
 // Where 132 multiprocessors of 64K registers want other threads than an Apple GPU: as many
 // threadgroups as multiprocessors, or a small multiple of it that fits at once, all with the same
 // work. A second wave that is nearly empty costs as much as a full one.
-const TileFields& nvidia_tiles() {
-  static const TileFields tiles = {{"delta in.simdgroups", 8},
-                                   {"delta in.blocks", 3},
-                                   {"attention in.r", 4},
-                                   {"attention in.u", 1},
-                                   {"attention in.simdgroups", 9},
-                                   {"experts up.simdgroups", 6},
-                                   {"head.simdgroups", 4},
-                                   {"head.blocks", 8},
-                                   {"argmax.simdgroups", 16}};
+TileFields nvidia_tiles(bool sync) {
+  TileFields tiles = {{"argmax.simdgroups", 16}};
+  if (!sync) {
+    tiles.insert({{"delta in.simdgroups", 8},
+                  {"delta in.blocks", 3},
+                  {"attention in.u", 1},
+                  {"attention in.simdgroups", 9},
+                  {"experts up.simdgroups", 6},
+                  {"head.simdgroups", 4},
+                  {"head.blocks", 8}});
+  }
   return tiles;
 }
 
@@ -75,7 +76,17 @@ struct MoeTile {
   }
 };
 
-MoeTile moe_tile(const MoeDims& m, Type t, const TileFields& tiles) {
+// Whether moe_decode_sync.h serves.
+bool sync_moe(const MoeDims& m, Type t) {
+  bool serves = t != Type::f32 && (m.gate.cols == 2048 || m.gate.cols == 4096);
+  for (auto* x : {&m.gate, &m.up, &m.down, &m.shared_gate, &m.shared_up, &m.shared_down}) {
+    serves = serves && x->bits == 4 && x->group == 64;
+  }
+  const int width = m.gate.rows;
+  return serves && m.shared_gate.rows == width && (width == 128 || width == 256 || width == 512);
+}
+
+MoeTile moe_tile(const MoeDims& m, Type t, const TileFields& tiles, bool sync) {
   const int up = std::gcd(m.gate.cols * kernel_bits(m.gate, t) / 128,
                           m.shared_gate.cols * kernel_bits(m.shared_gate, t) / 128);
   const int down = std::gcd(m.down.cols * kernel_bits(m.down, t) / 128,
@@ -89,6 +100,9 @@ MoeTile moe_tile(const MoeDims& m, Type t, const TileFields& tiles) {
   tile.down_lanes = largest_power(down, 16);
   tile.down_r = tile.down_lanes >= 8 ? 4 : tile.down_lanes >= 2 ? 2 : 1;
   tile.down_u = 1;
+  if (sync) {
+    tile = {32, 2, 2, m.gate.cols / 256, 2, 1, m.gate.rows / 128};
+  }
   override_field(tile.up_lanes, tiles, "experts up.lanes");
   override_field(tile.up_r, tiles, "experts up.r");
   override_field(tile.up_u, tiles, "experts up.u");
@@ -140,9 +154,10 @@ struct MoeRow {
 };
 
 void add_gate_up(Builder& b, const std::string& label, const MoeDims& m, const MoeSlots& w,
-                 const MoeTile& tile, const MoePart& part, const MoeRow& row, SlotId act) {
+                 const MoeTile& tile, bool sync, const MoePart& part, const MoeRow& row,
+                 SlotId act) {
   const int hidden = m.gate.cols;
-  Dispatch d(kernels().at("moe_gate_up_" + suffix(b.t) + "_k" + std::to_string(kmax(hidden))));
+  Dispatch d(kernels().at((sync ? "sync_moe_gate_up_" : "moe_gate_up_") + suffix(b.t) + "_k" + std::to_string(kmax(hidden))));
   set_constants(d, moe_constants(m, b.t, tile, part));
   d.read("x", row.x);
   if (part.routed && part.select) {
@@ -175,8 +190,9 @@ class DecodeBuilder {
         o_(options),
         given_(options.tiles),
         b_("decode step", dims.t) {
-    if (o_.nvidia) {
-      o_.tiles.insert(nvidia_tiles().begin(), nvidia_tiles().end());  // given ones stay
+    if (o_.nvidia && dims.embedding.cols >= 2048) {
+      const TileFields tiles = nvidia_tiles(o_.sync);
+      o_.tiles.insert(tiles.begin(), tiles.end());  // given ones stay
     }
   }
 
@@ -266,6 +282,7 @@ class DecodeBuilder {
     options.float32 = float32;
     options.eps = dims_.eps;
     options.tiles = o_.tiles;
+    options.sync = o_.sync;
     if (o_.fuse_norm) {
       options.norm = norm;
       options.row = row;
@@ -290,6 +307,7 @@ class DecodeBuilder {
     SlotId next = hidden(name + "h");
     GemvOptions options;
     options.tiles = o_.tiles;
+    options.sync = o_.sync;
     if (o_.fuse_residual) {
       options.residual = h;
       add_gemv(b_, label, {w}, y, {next}, options);
@@ -458,7 +476,8 @@ class DecodeBuilder {
 
   SlotId add_moe(const MoeDims& m, const std::string& name, SlotId norm, SlotId h) {
     MoeSlots w = moe_slots(b_, name, m);
-    const MoeTile tile = moe_tile(m, b_.t, o_.tiles);
+    const bool sync = o_.sync && o_.fuse_shared && sync_moe(m, b_.t);
+    const MoeTile tile = moe_tile(m, b_.t, o_.tiles, sync);
     MoeRow r{hidden(name + "x"), b_.scratch(name + "logits", 4 * size_t(m.router.rows)),
              b_.scratch(name + "shared_logit", 4), b_.scratch(name + "ids", 4 * size_t(m.top_k)),
              b_.scratch(name + "weights", 4 * size_t(m.top_k))};
@@ -477,13 +496,13 @@ class DecodeBuilder {
     }
     const int shared_width = m.shared_gate.rows;
     SlotId act = row(name + "act", m.top_k * m.gate.rows + (part.shared ? shared_width : 0));
-    add_gate_up(b_, "experts up", m, w, tile, part, r, act);
+    add_gate_up(b_, "experts up", m, w, tile, sync, part, r, act);
     SlotId shared_product;
     if (!o_.fuse_shared) {
       SlotId shared_act = row(name + "shared_act", shared_width);
       MoePart alone;
       alone.routed = false;
-      add_gate_up(b_, "shared up", m, w, tile, alone, r, shared_act);
+      add_gate_up(b_, "shared up", m, w, tile, false, alone, r, shared_act);
       shared_product = b_.scratch(name + "shared_product", 4 * size_t(m.down.rows));
       GemvOptions options;
       options.float32 = true;
@@ -491,7 +510,7 @@ class DecodeBuilder {
     }
 
     SlotId next = hidden(name + "h");
-    Dispatch d(kernels().at("moe_down_" + suffix(b_.t)));
+    Dispatch d(kernels().at((sync ? "sync_moe_down_" : "moe_down_") + suffix(b_.t)));
     set_constants(d, moe_constants(m, b_.t, tile, part));
     d.read("act", act).read("ids", r.ids).read("weights", r.weights);
     read_matrix(d, w.down, "down_w", "down_scales", "down_biases", m.top_k);
@@ -524,7 +543,11 @@ class DecodeBuilder {
       add_norm(h, norm, x);
       h = x;
     }
-    GemvTile tile = gemv_tile(head.dims.cols, {kernel_bits(head.dims, b_.t)}, head.dims.rows);
+    const auto sync = o_.sync && o_.fuse_head ? sync_tile(b_.t, {head.dims}, false)
+                                              : std::optional<GemvTile>();
+    GemvTile tile = sync ? *sync
+                         : gemv_tile(head.dims.cols, {kernel_bits(head.dims, b_.t)},
+                                     head.dims.rows);
     override_tile(tile, o_.tiles, "head");
     int partials = gemv_groups({head.dims}, tile), simdgroups = tile.simdgroups;
     if (!o_.fuse_head) {
@@ -540,7 +563,8 @@ class DecodeBuilder {
     };
     if (o_.fuse_head) {
       Dispatch d(
-          kernels().at("head_gemv_" + suffix(b_.t) + "_k" + std::to_string(kmax(head.dims.cols))));
+          kernels().at((sync ? "sync_head_gemv_" : "head_gemv_") + suffix(b_.t) + "_k" +
+                       std::to_string(kmax(head.dims.cols))));
       Constants constants = gemv_constants(b_.t, {head.dims}, tile, options);
       constants.push_back({"kWriteLogits", o_.logits});
       set_constants(d, constants);

@@ -60,6 +60,7 @@ struct DecodeOptions {
       32768;            // tokens of capacity above which splits have a fixed length; < 0: never
   int context = 0;      // tokens attended to, for counts of bytes; 0: the capacity
   bool nvidia = false;  // splits and tiles for an NVIDIA card with 132 multiprocessors
+  bool sync = false;    // its tensor cores, where they serve
   int splits = 0;       // of a KV cache, all of equal length; 0: by the capacity
   // Other threads for dispatches: "label.field", e.g. "delta in.simdgroups". Fields are those of
   // GemvTile; of "experts up" lanes, r, u, simdgroups; of "experts down" lanes, r, u; of "delta

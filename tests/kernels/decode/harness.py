@@ -96,3 +96,7 @@ def kmax(k: int) -> int:
 def gemv_name(a: Dtype, out: Dtype, k: int) -> str:
     middle = a.name if out.name == a.name else f"{a.name}_{out.name}"
     return f"gemv_{middle}_k{kmax(k)}"
+
+
+SYNC = dict(lanes=2, r=1)
+"""What the tensor-core form's blocks of 16 rows are to who counts rows (gemv_sync.h)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import gemv_constants, gemv_grid, gemv_name, launch, weight_buffers
+from harness import SYNC, gemv_constants, gemv_grid, gemv_name, launch, weight_buffers
 from reference import (
     BF16,
     DTYPES,
@@ -28,9 +28,10 @@ def run(
     out: Dtype | None = None,
     h_scale: float = 1.0,
     seed: int = 0,
+    sync: bool = False,
     **shape,
 ) -> None:
-    """One launch against the reference."""
+    """One launch against the reference; sync: of gemv_sync.h."""
     out = out or a
     rng = np.random.default_rng(seed)
     weights = [make_weight(rng, (n, k), a, b, group) for n, b in zip(rows, bits, strict=True)]
@@ -52,13 +53,16 @@ def run(
         buffers.update(weight_buffers(w, 4 + 4 * i))
         ys.append(out.empty(rows[i]))
         buffers[7 + 4 * i] = ys[i]
-    launch("gemv.metal", gemv_name(a, out, k), c, buffers, (gemv_grid(c),), 32 * c[14], host)
+    file, name = ("gemv_sync.metal", "sync_") if sync else ("gemv.metal", "")
+    launch(file, name + gemv_name(a, out, k), c, buffers, (gemv_grid(c),), 32 * c[14], host)
     if c[18]:
         # The norm's fp32 sum is added in another order: one rounding step either way, seldom.
         got = a.load(x_out)
         assert np.abs(got - x).max() <= max(a.ulp, 2e-6) * np.abs(x).max()
         assert a is F32 or (got != x).mean() < 0.02
         x = got
+    # The fp32 sums of gemv_sync.h carry 128 x, or 1024 x, besides code * x.
+    base = (8 if a is BF16 else 64) if sync else 1
     for i, w in enumerate(weights):
         exact, size = product(w, x)
         slack = size * (0 if not c[16] or c[18] else a.ulp * 0.02)
@@ -70,11 +74,11 @@ def run(
                 a.load(ys[i]),
                 exact,
                 a,
-                size + slack * 5e5 + np.abs(exact - r) * a.ulp * 2.6e5,
+                size * base + slack * 5e5 + np.abs(exact - r) * a.ulp * 2.6e5,
                 what,
             )
         else:
-            assert_rounded(out.load(ys[i]), exact, out, size + slack * 5e5, what)
+            assert_rounded(out.load(ys[i]), exact, out, size * base + slack * 5e5, what)
 
 
 # Every (R, U) that is compiled in, each with another format, on tiny shapes that end inside a
@@ -238,6 +242,24 @@ def test_bundled_input_projections() -> None:
         norm=True,
         write_x=True,
     )
+
+
+@pytest.mark.parametrize("host", ["checked", "cpu"])
+@pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
+def test_tensor_cores(host: str, a: Dtype) -> None:
+    """Matrices that end inside a block of 16 rows, blocks that cross matrices, a team a threadgroup
+    and two, one and several rounds of gathering."""
+    run(host, a, 512, [21, 16, 3], [4] * 3, sync=True, **SYNC, u=2, split=2, simdgroups=4,
+        blocks=3, norm=True, write_x=True)  # fmt: skip
+    run(host, a, 512, [70], [4], sync=True, **SYNC, u=4, split=1, simdgroups=1, blocks=5,
+        residual=True)  # fmt: skip
+
+
+def test_tensor_cores_at_35b_shapes() -> None:
+    shape = dict(sync=True, **SYNC, u=2)
+    run("cpu", BF16, 2048, [515, 256, 32, 32], [4] * 4, **shape, split=8, simdgroups=8, blocks=9,
+        norm=True, write_x=True)  # fmt: skip
+    run("cpu", BF16, 4096, [260], [4], **shape, split=16, simdgroups=16, residual=True)
 
 
 @pytest.mark.parametrize("h_scale", [0.0, 1e-4, 3e3])

@@ -1,0 +1,44 @@
+// Pairs of 16-bit values in a word, as NVIDIA's tensor cores take them (<nvidia_simdgroup>); for PTX
+// alone.
+#pragma once
+
+#include "common.h"
+
+namespace lily {
+
+// Codes of 4 bits as pairs of A that hold base + code exactly, base a power of two, by setting them into
+// a mantissa.
+METAL_FUNC uint pair_base(bfloat) {
+  return 0x43004300u;  // 128, 128
+}
+METAL_FUNC uint pair_minus_base(bfloat) {
+  return 0xc300c300u;
+}
+METAL_FUNC uint pair_one(bfloat) {
+  return 0x3f803f80u;
+}
+METAL_FUNC uint pair_base(half) {
+  return 0x64006400u;  // 1024, 1024
+}
+METAL_FUNC uint pair_minus_base(half) {
+  return 0xe400e400u;
+}
+METAL_FUNC uint pair_one(half) {
+  return 0x3c003c00u;
+}
+
+METAL_FUNC uint pair_of(bfloat x) {
+  return uint(as_type<ushort>(x)) * 0x10001u;
+}
+METAL_FUNC uint pair_of(half x) {
+  return uint(as_type<ushort>(x)) * 0x10001u;
+}
+
+METAL_FUNC uint lower_halves(uint a, uint b) {
+  return (a & 0xffffu) | (b << 16);
+}
+METAL_FUNC uint upper_halves(uint a, uint b) {
+  return (a >> 16) | (b & 0xffff0000u);
+}
+
+}  // namespace lily

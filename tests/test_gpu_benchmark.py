@@ -11,7 +11,7 @@ import pytest
 import tiny
 from mlx_lm.models import qwen3_5_moe
 
-from benchmarks import gpu, gpu_checks, gpu_report
+from benchmarks import gpu, gpu_checks, gpu_plot, gpu_report, readme
 from lily_mlx.model import Model, ModelArgs
 
 
@@ -121,6 +121,57 @@ def test_a_row_that_differs_between_runs_is_named():
     out = report(decode=[row() | {"repeatable": False}])
     assert "NOT EQUAL" in gpu_report.text(out)
     assert not all(t["met"] for t in gpu_report.targets(out))
+
+
+# ---- README's tables and picture
+
+
+def whole_result():
+    out = report(
+        decode=[row(context=n, lily=600 - n / 1e3, stock=40.0) for n in gpu.CONTEXTS],
+        prefill=[
+            row("prefill", n, 9000.0 - n / 100, 300.0 if n <= 4096 else None) for n in gpu.CONTEXTS
+        ],
+    )
+    gpu_report.add_raised(out, {"decode": [{"context": 256, "stock": 45.0}]})
+    why = "above --stock-up-to 4,096"
+    out["left_out"] = [
+        {"part": "prefill", "engine": "stock", "context": n, "why": why} for n in (8192, 16384)
+    ]
+    forced = {"largest_difference": 0.004, "same_top_1": 1.0}
+    return out | {
+        "routine": "gpu", "date": "2026-12-01", "weights_gb": 19.5, "copy_tb_s": 4.0,
+        "versions": {"mlx": "1", "mlx-lm": "2"}, "kernels_256": kernel_rows(),
+        "kernels_131072": kernel_rows(), "step_256": {"us": 1700.0}, "teacher_forced": forced,
+        "bundled_greedy": {"equal": True},
+    }  # fmt: skip
+
+
+def test_readme_shows_the_result_of_a_gpu(tmp_path):
+    result = whole_result()
+    (tmp_path / "gpu-35b-h.json").write_text(json.dumps(result))
+    block = readme.figures(tmp_path)
+    assert "| tokens | decode lily | decode stock | decode stock, raised | decode ratio |" in block
+    assert "| 256 | 600 | 40.0 | 45.0 | **13.3x** | 8,997 | 300 | **30.0x** |" in block
+    assert "Left out: prefill of stock at 8,192, 16,384 (above --stock-up-to 4,096)." in block
+    assert "Repeated runs are equal to the bit." in block and "4.0e-03 token by token" in block
+    assert "Farthest above their floors in a step: experts up" in block
+    assert "| the step, measured |" in block and readme.GPU_PICTURE in block
+    assert block.count("kernel (a step at") == 2 and block.endswith("    c")
+    assert "Missed of what this project wants: decode: times stock at every context" in block
+    result["decode"][0]["repeatable"] = False
+    (tmp_path / "gpu-35b-h.json").write_text(json.dumps(result))
+    block = readme.figures(tmp_path)
+    assert "1 of 20 repeated runs differ" in block and "repeated runs are bit-equal" in block
+
+
+def test_the_picture_of_a_gpu(tmp_path):
+    pytest.importorskip("matplotlib")
+    gpu_plot.plot(whole_result(), tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="neither decode nor prefill"):
+        gpu_plot.plot(report(), tmp_path / "y.png")
+    assert [gpu_plot.length_name(n) for n in (256, 4096, 131072)] == ["256", "4K", "128K"]
 
 
 # ---- The command

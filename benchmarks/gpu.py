@@ -253,6 +253,12 @@ def both_models() -> tuple[nn.Module, nn.Module]:
     return ours, stock
 
 
+def forced_from_caches(ours: nn.Module, stock: nn.Module, context: int = 5000) -> dict[str, float]:
+    """Logits of the two engines after the same random caches: every KV head and row counts."""
+    found = gpu_checks.teacher_forced(ours, stock, caches_of=lambda m: caches_at(m, context))
+    return {**found, "context": context}
+
+
 class Clock:
     """The time that a run may take: a cell that would not fit is left out, and named."""
 
@@ -403,6 +409,7 @@ class Run:
         self.check("repeated", gpu_checks.repeated(ours))
         if stock is not None:
             self.check("teacher_forced", gpu_checks.teacher_forced(ours, stock))
+            self.check("forced_from_caches", forced_from_caches(ours, stock))
             self.check("prompt", gpu_checks.prompt(ours, stock))
 
     def check(self, name: str, result: dict[str, Any]) -> None:

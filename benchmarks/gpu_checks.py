@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -44,13 +45,22 @@ def _random_ids(model: nn.Module, count: int) -> mx.array:
 
 
 def teacher_forced(
-    ours: nn.Module, stock: nn.Module, ids: mx.array | None = None
+    ours: nn.Module,
+    stock: nn.Module,
+    ids: mx.array | None = None,
+    caches_of: Callable[[nn.Module], list[Any]] = lambda model: model.make_cache(),
 ) -> dict[str, float]:
-    """Logits of the two engines, fed with the same tokens one by one; see `closeness`."""
+    """Logits of the two engines, fed with the same tokens one by one; see `closeness`.
+
+    Args:
+        caches_of: makes a model's caches, after the random seed has been set.
+    """
     ids = _random_ids(ours, 16) if ids is None else ids
+    mx.eval(ids)
     rows = []
     for model in (ours, stock):
-        caches, out = model.make_cache(), []
+        mx.random.seed(0)
+        caches, out = caches_of(model), []
         for i in range(len(ids)):
             out.append(model(ids[i].reshape(1, 1), cache=caches)[0].astype(mx.float32))
             mx.eval(out[-1])

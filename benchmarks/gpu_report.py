@@ -4,7 +4,7 @@ A result holds, beside the heading of every result file: `decode` and `prefill`,
 each (lily, stock, stock_raised in tokens a second, ratio, repeatable, samples); `left_out`, the
 cells that were not measured and why; `kernels_N` and `step_N`, the kernels of a decode step at N
 tokens and that step's time; `copy_tb_s`; and the checks: `bundled_greedy`, `bundled_forced`,
-`teacher_forced`, `prompt`, `repeated`.
+`teacher_forced`, `forced_from_caches`, `prompt`, `repeated`.
 """
 
 from __future__ import annotations

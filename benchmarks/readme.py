@@ -195,7 +195,8 @@ def _gpu_words(result: dict[str, Any]) -> str:
             if all(runs)
             else f"**{runs.count(False)} of {len(runs)} repeated runs differ.**"
         )
-    where = {"teacher_forced": "token by token", "prompt": "as a prompt",
+    where = {"teacher_forced": "token by token", "forced_from_caches": "from filled caches",
+             "prompt": "as a prompt",
              "bundled_forced": "on the bundled model"}  # fmt: skip
     forced = [
         f"{result[name]['largest_difference']:.1e} {how} (same top-1 in "

@@ -175,13 +175,13 @@ def random_weights(model: nn.Module) -> None:
     model.eval()
 
 
-def caches_at(model: nn.Module, context: int) -> list[Any]:
-    """Caches that hold `context` tokens of random keys, values and states."""
+def caches_at(model: nn.Module, context: int, rows: int | None = None) -> list[Any]:
+    """Caches that hold `context` tokens of random keys, values and states, of `rows` rows."""
+    rows = rows or (context + 512) // 256 * 256
     caches = model.make_cache()
     args = model.language_model.args
     for cache, layer in zip(caches, model.layers, strict=True):
         if isinstance(cache, KVCache):
-            rows = (context + 512) // 256 * 256
             shape = (1, args.num_key_value_heads, rows, args.head_dim)
             cache.keys = mx.random.normal(shape).astype(mx.bfloat16)
             cache.values = mx.random.normal(shape).astype(mx.bfloat16)

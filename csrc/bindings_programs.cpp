@@ -42,13 +42,16 @@ T field(nb::dict d, const char* name) {
 }
 
 // (rows, columns, bits, group, experts)
-MatrixDims matrix(nb::dict d, const char* name) {
-  auto t = field<std::vector<int>>(d, name);
+MatrixDims matrix(const std::vector<int>& t, const char* name) {
   if (t.size() != 5) {
     throw std::invalid_argument(std::string(name) +
                                 " is not (rows, columns, bits, group, experts).");
   }
   return {t[0], t[1], t[2], t[3], t[4]};
+}
+
+MatrixDims matrix(nb::dict d, const char* name) {
+  return matrix(field<std::vector<int>>(d, name), name);
 }
 
 MoeDims moe_dims(nb::dict d) {
@@ -153,8 +156,17 @@ Scan to_scan(const std::string& name) {
   throw std::invalid_argument("scan '" + name + "' is not norm, apart, block or chunk.");
 }
 
-MatrixUnit to_unit(bool tensor_operations) {
-  return tensor_operations ? MatrixUnit::tensor : MatrixUnit::simdgroup;
+MatrixUnit to_unit(const std::string& name) {
+  const std::vector<std::pair<const char*, MatrixUnit>> units = {
+      {"simdgroup", MatrixUnit::simdgroup},
+      {"tensor", MatrixUnit::tensor},
+      {"nvidia", MatrixUnit::nvidia}};
+  for (auto& [text, unit] : units) {
+    if (name == text) {
+      return unit;
+    }
+  }
+  throw std::invalid_argument("matrix unit '" + name + "' is not simdgroup, tensor or nvidia.");
 }
 
 bool has_backend(const std::string& device) {
@@ -228,11 +240,28 @@ void bind_programs(nb::module_& m) {
 #endif
   m.def(
       "prefill_program",
-      [](nb::dict dims, int tokens, const std::string& scan, bool tensor_operations) {
-        return built(
-            prefill_program(decode_dims(dims), tokens, to_scan(scan), to_unit(tensor_operations)));
+      [](nb::dict dims, int tokens, const std::string& scan, const std::string& unit) {
+        return built(prefill_program(decode_dims(dims), tokens, to_scan(scan), to_unit(unit)));
       },
-      "dims"_a, "tokens"_a, "scan"_a = "norm", "tensor_operations"_a = false);
+      "dims"_a, "tokens"_a, "scan"_a = "norm", "unit"_a = "simdgroup");
+  m.def(
+      "project_program",
+      [](const std::string& dtype, const std::string& kernel, int rows,
+         const std::vector<std::vector<int>>& matrices, bool float32, const std::string& unit) {
+        std::vector<MatrixDims> dims;
+        for (const std::vector<int>& t : matrices) {
+          dims.push_back(matrix(t, "a matrix"));
+        }
+        return built(project_program(to_type(dtype), kernel, rows, dims, float32, to_unit(unit)));
+      },
+      "dtype"_a, "kernel"_a, "rows"_a, "matrices"_a, "float32"_a = false, "unit"_a = "simdgroup");
+  m.def(
+      "moe_program",
+      [](const std::string& dtype, const std::string& kernel, int rows, nb::dict dims,
+         const std::string& unit) {
+        return built(moe_program(to_type(dtype), kernel, rows, moe_dims(dims), to_unit(unit)));
+      },
+      "dtype"_a, "kernel"_a, "rows"_a, "dims"_a, "unit"_a = "simdgroup");
   m.def(
       "gated_delta_program",
       [](const std::string& dtype, int B, int T, int key_heads, int value_heads, float eps,
@@ -244,6 +273,18 @@ void bind_programs(nb::module_& m) {
       },
       "dtype"_a, "batch"_a, "tokens"_a, "key_heads"_a, "value_heads"_a, "eps"_a,
       "has_mask"_a = false, "has_lengths"_a = false, "scan"_a = "norm");
+
+  m.def(
+      "attention_prepare_program",
+      [](const std::string& dtype, int head_dim, int rotary, int tokens) {
+        PrepareDims d{1, tokens, 1, 1, head_dim, rotary, 1e6f, 1e-6f, false};
+        const std::string reason = prepare_refusal(to_type(dtype), d);
+        if (!reason.empty()) {
+          throw std::invalid_argument(reason + ".");
+        }
+        return built(attention_prepare_program(to_type(dtype), d));
+      },
+      "dtype"_a, "head_dim"_a, "rotary"_a, "tokens"_a = 1);
 
   m.def("has_backend", &has_backend, "device"_a,
         "Whether this build can run Programs on MLX's device: \"cpu\", \"metal\" or \"cuda\".");

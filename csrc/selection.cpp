@@ -190,6 +190,7 @@ const std::vector<Row>& table() {
   static const Rule value_dim[] = {multiple("value_dim", 4), between("value_dim", 4, 256)};
   static const Rule experts = between("experts", 1, 1024);
   static const Rule half = dtype({"bfloat16", "float16"});
+  static const Rule bf16 = dtype({"bfloat16"});
   static const Rule columns = multiple("columns", 32);
   static const Rule gdn_dims[] = {between("key_dim", 128, 128), between("value_dim", 128, 128)};
   static const Rule metal_experts = between("experts", 1, 512);
@@ -213,6 +214,12 @@ const std::vector<Row>& table() {
     {"attention",   "metal", "attention_prep", {half, mask({"none", "causal", "bool", "additive"}), between("head_dim", 256, 256)}},
     {"decode_step", "metal", "decode_step",    {half, affine, columns, between("rows", 1, 1), between("head_dim", 256, 256),
                                                 gdn_dims[0], gdn_dims[1], metal_experts, multiple("experts", 32), metal_top_k, top_k[1]}},
+    {"project",     "cuda",  "gemv_rows",      {bf16, affine, columns, row_count(1, 16)}},
+    {"project",     "cuda",  "qgemm",          {bf16, affine, columns}},
+    {"moe",         "cuda",  "moe_rows",       {bf16, affine, columns, metal_experts, metal_top_k, top_k[1], row_count(1, 16)}},
+    {"moe",         "cuda",  "moe_gemm",       {bf16, affine, columns, metal_experts, metal_top_k, top_k[1]}},
+    {"gated_delta", "cuda",  "gdn_scan",       {bf16, gdn_dims[0], gdn_dims[1]}},
+    {"attention",   "cuda",  "attention_prep", {bf16, mask({"none", "causal", "bool", "additive"}), between("head_dim", 256, 256)}},
     {"decode_step", "cuda",  "decode_step",    {half, affine, columns, between("rows", 1, 1), between("head_dim", 256, 256),
                                                 gdn_dims[0], gdn_dims[1], metal_experts, multiple("experts", 32), metal_top_k, top_k[1]}},
   };

@@ -8,6 +8,7 @@ lily_mlx.ptx --model DIR` adds those of another model (from a checkout, with cla
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -138,6 +139,111 @@ def decode_pipelines(
     return found
 
 
+# Rows that between them use every kernel of a projection and of an MoE block.
+_PROJECT_ROWS = (1, 5, 9, 17, 65536)
+_MOE_ROWS = (1, 5, 9, 17, 33, 65536)
+
+
+def layer_pipelines(
+    kind: str, dtype: str, formats: Iterable[tuple[int, int]] = (), experts: int = 0, top_k: int = 0
+) -> dict[str, Any]:
+    """The pipelines of a layer primitive on an NVIDIA GPU, by key, for any number of rows.
+
+    Args:
+        kind: "project", "moe", "gated_delta" or "attention".
+        formats: (bits, group) of the weights, bits 0 for plain ones.
+        experts, top_k: of an MoE block.
+    """
+    from lily_mlx import _ext, kernels
+
+    kernels.load()
+    built = []
+    if kind == "attention":
+        built.append(_ext.attention_prepare_program(dtype, 256, 64))
+    if kind == "gated_delta":
+        built.append(_ext.gated_delta_program(dtype, 1, 32, 1, 1, 1e-6, scan="apart"))
+    for bits, group in set(formats):
+        matrix = (128, 128, bits, group, 1)
+        if kind == "project":
+            for rows in _PROJECT_ROWS:
+                kernel = "gemv_rows" if rows <= 16 else "qgemm"
+                built += [
+                    _ext.project_program(dtype, kernel, rows, [matrix], float32, UNIT)
+                    for float32 in (False, True)
+                ]
+        if kind == "moe":
+            expert = (128, 128, bits, group, experts)
+            dims = dict.fromkeys(("gate", "up", "down"), expert)
+            dims |= dict.fromkeys(("shared_gate", "shared_up", "shared_down"), matrix)
+            dims |= {
+                "router": (experts, 128, bits, group, 1),
+                "shared_router": (1, 128, bits, group, 1),
+                "top_k": top_k,
+                "normalize": True,
+            }
+            for rows in _MOE_ROWS:
+                kernel = "moe_rows" if rows <= 16 else "moe_gemm"
+                built.append(_ext.moe_program(dtype, kernel, rows, dims, UNIT))
+    return {p["key"]: p for b in built for p in b.program.pipelines}
+
+
+def prefill_pipelines(text_shapes: dict[str, Any]) -> dict[str, Any]:
+    """The pipelines of a model's layer primitives, by key.
+
+    Args:
+        text_shapes: as `lily_mlx.trace.dims` gives them.
+    """
+    dtype, found = text_shapes["dtype"], {}
+    for layer in text_shapes["layers"]:
+        mixer, moe = layer.get("delta") or layer["attention"], layer["moe"]
+        found |= layer_pipelines("project", dtype, _formats(mixer))
+        found |= layer_pipelines("moe", dtype, _formats(moe), moe["router"][0], moe["top_k"])
+        found |= layer_pipelines("gated_delta" if "delta" in layer else "attention", dtype)
+    return found
+
+
+def _formats(part: dict[str, Any]) -> set[tuple[int, int]]:
+    return {(m[2], m[3]) for m in part.values() if isinstance(m, (tuple, list))}
+
+
+def missing(kind: str, shape: dict[str, Any]) -> list[str]:
+    """Pipelines of a layer primitive that nobody has compiled.
+
+    Args:
+        shape: the fields of a `selection.query`.
+    """
+    from lily_mlx import _ext
+
+    _register_once()
+    formats = [
+        (bits, group)
+        for bits in _list(shape.get("bits", ()))
+        for group in (_list(shape.get("group", 32)) if bits else [32])
+    ]
+    needed = layer_pipelines(
+        kind,
+        _list(shape["dtype"])[0],
+        formats,
+        _list(shape.get("experts", 0))[0],
+        _list(shape.get("top_k", 0))[0],
+    )
+    return [key for key in needed if not _ext.cuda_has_kernel(key)]
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+@functools.cache
+def _register_once() -> None:
+    from lily_mlx import _ext
+
+    register(_ext.cuda_add_kernel)
+
+
+UNIT = "nvidia"
+"""The matrix unit that the NVIDIA backend's GEMMs are compiled for."""
+
 NVIDIA = {"logits": True, "nvidia": True}
 """Options of the decode step with which the NVIDIA backend starts."""
 
@@ -146,7 +252,7 @@ CAPACITIES = (1024, 1280)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compile the decode step's pipelines for the given models (by default the bundled one)."""
+    """Compile what the given models (by default the bundled one) run on an NVIDIA GPU."""
     import lily_mlx
     from lily_mlx import kernels, trace
     from lily_mlx.loading import load
@@ -158,7 +264,8 @@ def main(argv: list[str] | None = None) -> None:
     found: dict[str, Any] = {}
     for path in arguments.model or [str(lily_mlx.BUNDLED_MODEL)]:
         model, _ = load(path, lazy=True)
-        found |= decode_pipelines(trace.dims(model.language_model), CAPACITIES)
+        shapes = trace.dims(model.language_model)
+        found |= decode_pipelines(shapes, CAPACITIES) | prefill_pipelines(shapes)
     count = build(found.values(), kernels.folder(), arguments.output)
     print(f"{arguments.output}: {len(found)} pipelines, {count} compiled now")
 

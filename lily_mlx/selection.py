@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import _ext
+from . import _ext, ptx
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class Choice:
     """The answer of `query`: true when there is a kernel.
 
     `code` is "ok", or the kind of reason: unsupported_bits, unsupported_group, unsupported_mode,
-    unsupported_dtype, head_dim, not_divisible, out_of_range, masked, training or
-    device_has_no_backend. `reason` is one sentence, empty when there is a kernel.
+    unsupported_dtype, head_dim, not_divisible, out_of_range, masked, training,
+    no_ptx or device_has_no_backend. `reason` is one sentence, empty when there is a kernel.
     """
 
     kernel: str | None
@@ -58,11 +58,20 @@ def query(kind: str, *, device: str | None = None, **shape: Any) -> Choice:
     return _answer(kind, device, fields)
 
 
+# Layer primitives, whose kernels an NVIDIA GPU needs as PTX; the decode step's plan checks its own.
+_COMPILED_AHEAD = ("project", "moe", "gated_delta", "attention")
+
+
 # Layers ask at every call.
 @functools.lru_cache(maxsize=1024)
 def _answer(kind: str, device: str, fields: tuple[tuple[str, Any], ...]) -> Choice:
     shape = {name: _plain(value) for name, value in fields}
     kernel, code, reason = _ext.query(kind, device, shape)
+    if kernel and device == "cuda" and _ext.built_with_cuda and kind in _COMPILED_AHEAD:
+        missing = ptx.missing(kind, shape)
+        if missing:
+            text = f"{len(missing)} kernels of {kind} are not compiled: python -m lily_mlx.ptx."
+            return Choice(None, "no_ptx", text)
     return Choice(kernel or None, code, reason)
 
 

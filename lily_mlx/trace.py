@@ -145,7 +145,8 @@ def trace(
             fuse_shared, fuse_head, coalesced; pack (4): query heads a threadgroup;
             fixed_block_from (32768): capacity above which the cache is cut into splits of fixed
             length, -1 for never.
-            prefill: scan ("norm", "apart", "block" or "chunk"), tensor_operations (False).
+            prefill: scan ("norm", "apart", "block" or "chunk"), unit
+            ("simdgroup", "tensor" or "nvidia").
 
     Raises:
         ValueError: an unknown kind or option, or a model whose shapes have no kernel, naming which.

@@ -1,18 +1,19 @@
-// The part that the quantized GEMMs share: a threadgroup's product of BM rows with 64 weight rows.
+// The part that the quantized GEMMs share: a threadgroup's product of a block of rows of x with a block
+// of weight rows.
 //
 // What it computes. sums[r, n] = sum over k of x[r, k] * w[n, k], fp32, where w = scale * code +
 // bias is rounded to A on its way into threadgroup memory. Rows and weight rows are named by
 // pointers of the loading threads, so that gathered rows, experts, and two matrices side by side
-// cost nothing here.
+// cost nothing here. A sum does not depend on the block that it is computed in.
 //
-// Layout of threads. 128 threads; 16 rows: 1 x 4 simdgroups of 16 x 16, 32 rows: 2 x 2 of 16 x 32,
-// 64 rows: 2 x 2 of 32 x 32. A step covers 32 of k: a thread brings 16 codes of one weight row (8
-// or 16 bytes) and BM / 4 values of one row of x. The next step's bytes are loaded to registers
+// Layout of threads: GemmBlock. On Macs 128 threads and 64 weight rows; 16 rows: 1 x 4 simdgroups of 16 x
+// 16, 32 rows: 2 x 2 of 16 x 32, 64 rows: 2 x 2 of 32 x 32. A step covers 32 of k: a thread brings 16 (or
+// 32) codes of one weight row and a run of one row of x. The next step's bytes are loaded to registers
 // before this step's product.
 //
-// Threadgroup memory: 80 (BM + 64) bytes for the operands, the same space for the fp32 result, 272
-// BM bytes. Bytes: a threadgroup reads BM K values and 64 K codes with their scales; flops 128 BM
-// K.
+// Threadgroup memory: 80 (rows + weight rows) bytes for the operands; where results are staged (TileTraits)
+// the same space holds the fp32 result, 272 bytes a row. Bytes: a threadgroup reads rows K values and
+// columns K codes with their scales; flops 2 rows columns K.
 //
 // Function constants: 0 = bits of a code (4, 8, or 16 for weights of type A without scales), 1 =
 // group size (32, 64 or 128). K is a multiple of 32 and of the group; buffers are 16-byte aligned.
@@ -25,15 +26,31 @@ constant int kGroup [[function_constant(1)]];
 
 namespace lily {
 
-constant constexpr int kGemmThreads = 128;
-constant constexpr int kGemmWeightRows = 64;
 constant constexpr int kGemmStep = 32;
-constant constexpr int kGemmStride = kGemmStep + 8;         // of the operands in threadgroup memory
-constant constexpr int kGemmOutStride = kGemmWeightRows + 4;  // of the result there
+constant constexpr int kGemmStride = kGemmStep + 8;  // of the operands in threadgroup memory
 
-// 16 codes to 16 values of A in threadgroup memory.
+// ROWS of x by COLUMNS weight rows, over ROW_GROUPS x COLUMN_GROUPS simdgroups.
+template <int ROWS, int COLUMNS, int ROW_GROUPS, int COLUMN_GROUPS>
+struct GemmBlock {
+  constexpr static constant int kRows = ROWS;
+  constexpr static constant int kColumns = COLUMNS;
+  constexpr static constant int kColumnGroups = COLUMN_GROUPS;
+  constexpr static constant int kThreads = 32 * ROW_GROUPS * COLUMN_GROUPS;
+  constexpr static constant int kTileRows = ROWS / 8 / ROW_GROUPS;  // of a simdgroup, by 8
+  constexpr static constant int kTileColumns = COLUMNS / 8 / COLUMN_GROUPS;
+  constexpr static constant int kRun = ROWS * kGemmStep / kThreads;       // values of x a thread
+  constexpr static constant int kCodes = COLUMNS * kGemmStep / kThreads;  // codes a thread
+  constexpr static constant int kOutStride = COLUMNS + 4;                 // of a staged result
+  static_assert(kRun % 4 == 0 && kCodes % 16 == 0, "a thread brings whole words");
+};
+
+typedef GemmBlock<16, 64, 1, 4> GemmBlock16;
+typedef GemmBlock<32, 64, 2, 2> GemmBlock32;
+typedef GemmBlock<64, 64, 2, 2> GemmBlock64;
+
+// 16 codes to 16 values of A in threadgroup memory: of 4 bits in lo.xy, of 8 in lo, of 16 in both.
 template <typename A>
-METAL_FUNC void dequantize16(uint4 lo, uint4 hi, float scale, float bias, threadgroup A* out) {
+METAL_FUNC void dequantize16(uint4 lo, uint4 hi, A scale, A bias, threadgroup A* out) {
   if (kBits == 16) {
     *(threadgroup uint4*)out = lo;
     *(threadgroup uint4*)(out + 8) = hi;
@@ -44,38 +61,70 @@ METAL_FUNC void dequantize16(uint4 lo, uint4 hi, float scale, float bias, thread
     for (int c = 0; c < 4; ++c) {
       const uint code =
           kBits == 4 ? (lo[i / 2] >> (16 * (i % 2) + 4 * c)) & 15u : (lo[i] >> (8 * c)) & 255u;
-      v[c] = A(fma(float(code), scale, bias));
+      v[c] = A(fma(float(code), float(scale), float(bias)));
     }
     *(threadgroup vec<A, 4>*)(out + 4 * i) = v;
   }
 }
 
+// What a kind of tile (tile_mma.h and its siblings) wants; this is for lane layouts that nobody documents.
+template <typename Tile>
+struct TileTraits {
+  constexpr static constant bool kStaged = true;  // results pass through threadgroup memory
+
+  // Two matrices share a block: whether weight row `row` of it is the second one's, and which.
+  static METAL_FUNC bool is_second(int row, int half_columns) {
+    return row >= half_columns;
+  }
+  static METAL_FUNC int pair_column(int row, int half_columns) {
+    return row % half_columns;
+  }
+  template <typename A>
+  static METAL_FUNC void dequantize(uint4 lo, uint4 hi, A scale, A bias, threadgroup A* out) {
+    dequantize16<A>(lo, hi, scale, bias, out);
+  }
+  // The rows that the simdgroup's tile need not compute are those from `rows` on.
+  static METAL_FUNC void limit(thread Tile&, int) {}
+};
+
+template <typename A, typename Block, template <typename, int, int> class Tile>
+struct GemmShape {
+  typedef Tile<A, Block::kTileRows, Block::kTileColumns> TileType;
+  typedef TileTraits<TileType> Traits;
+  constexpr static constant int kOperandBytes =
+      2 * kGemmStride * (Block::kRows + Block::kColumns);
+  constexpr static constant int kResultBytes =
+      Traits::kStaged ? 4 * Block::kOutStride * Block::kRows : 0;
+  constexpr static constant int kWords =  // of 16 bytes
+      (kOperandBytes > kResultBytes ? kOperandBytes : kResultBytes) / 16;
+};
+
 // The scale or bias that serves code `k` of a row.
 template <typename A>
-METAL_FUNC float group_value(const device A* values, int k, int group) {
-  return float(values[k / group]);
+METAL_FUNC A group_value(const device A* values, int k, int group) {
+  return values[k / group];
 }
 
 METAL_FUNC size_t groups_before(size_t row, int depth, int group) {
   return row * size_t(depth / group);
 }
 
-// What one thread brings: a run of one row of x and half a step of one weight row.
-template <typename A, int BM>
+// What one thread brings: a run of one row of x and a part of a step of one weight row.
+template <typename A, typename Block>
 struct GemmLoader {
-  constexpr static constant int kRun = BM * kGemmStep / kGemmThreads;
+  constexpr static constant int kRun = Block::kRun;
+  constexpr static constant int kCodes = Block::kCodes;
   const device A* x;
   const device uchar* w;
   const device A* scales;
   const device A* biases;
   bool has_x;
   bool has_w;
-  int half_step;
+  int first_code;  // of the step
   vec<A, 4> x_next[kRun / 4];
-  uint4 lo;
-  uint4 hi;
-  float scale;
-  float bias;
+  uint4 words[kCodes / 8];
+  A scale;
+  A bias;
 
   // The row of x that thread tid brings.
   static METAL_FUNC int x_row(uint tid) {
@@ -84,7 +133,7 @@ struct GemmLoader {
 
   // The weight row that thread tid brings.
   static METAL_FUNC int w_row(uint tid) {
-    return int(tid) / 2;
+    return int(tid) / (kGemmStep / kCodes);
   }
 
   METAL_FUNC void set_x(const device A* row, bool valid, uint tid) {
@@ -104,15 +153,16 @@ struct GemmLoader {
       int depth,
       bool valid,
       uint tid) {
-    half_step = int(tid) % 2 * 16;
+    first_code = int(tid) % (kGemmStep / kCodes) * kCodes;
     w = (const device uchar*)matrix + row * size_t(depth * kBits / 8);
     scales = matrix_scales + groups_before(row, depth, kGroup);
     biases = matrix_biases + groups_before(row, depth, kGroup);
     has_w = valid;
-    lo = uint4(0);
-    hi = uint4(0);
-    scale = 0.0f;
-    bias = 0.0f;
+    for (int i = 0; i < kCodes / 8; ++i) {
+      words[i] = uint4(0);
+    }
+    scale = A(0.0f);
+    bias = A(0.0f);
   }
 
   METAL_FUNC void fetch(int k) {
@@ -122,65 +172,63 @@ struct GemmLoader {
       }
     }
     if (has_w) {
-      const int at = k + half_step;
+      const int at = k + first_code;
       const device uchar* p = w + at * kBits / 8;
-      if (kBits == 4) {
-        const uint2 words = *(const device uint2*)p;
-        lo[0] = words[0];
-        lo[1] = words[1];
+      if (kCodes * kBits < 128) {
+        const uint2 few = *(const device uint2*)p;
+        words[0][0] = few[0];
+        words[0][1] = few[1];
       } else {
-        lo = *(const device uint4*)p;
+        for (int i = 0; i < kCodes * kBits / 128; ++i) {
+          words[i] = *(const device uint4*)(p + 16 * i);
+        }
       }
-      if (kBits == 16) {
-        hi = *(const device uint4*)(p + 16);
-      } else {
+      if (kBits != 16) {
         scale = group_value(scales, at, kGroup);
         bias = group_value(biases, at, kGroup);
       }
     }
   }
 
+  template <typename Traits>
   METAL_FUNC void put(threadgroup A* xs, threadgroup A* ws, uint tid) {
     threadgroup A* x_out = xs + x_row(tid) * kGemmStride + int(tid) % (kGemmStep / kRun) * kRun;
     for (int i = 0; i < kRun / 4; ++i) {
       *(threadgroup vec<A, 4>*)(x_out + 4 * i) = x_next[i];
     }
-    dequantize16<A>(lo, hi, scale, bias, ws + w_row(tid) * kGemmStride + half_step);
+    threadgroup A* w_out = ws + w_row(tid) * kGemmStride + first_code;
+    for (int i = 0; i < kCodes / 16; ++i) {
+      const int word = kBits == 16 ? 2 * i : kBits == 8 ? i : i / 2;
+      uint4 lo = words[word];
+      if (kBits == 4) {
+        lo[0] = words[word][i % 2 * 2];
+        lo[1] = words[word][i % 2 * 2 + 1];
+      }
+      Traits::dequantize(lo, words[kBits == 16 ? 2 * i + 1 : word], scale, bias, w_out + 16 * i);
+    }
   }
 };
 
-// How the four simdgroups share BM x 64, in 8 x 8 tiles.
-template <int BM>
-struct GemmShape {
-  constexpr static constant int kRowGroups = BM == 16 ? 1 : 2;
-  constexpr static constant int kColumnGroups = 4 / kRowGroups;
-  constexpr static constant int kTileRows = BM / 8 / kRowGroups;
-  constexpr static constant int kTileColumns = kGemmWeightRows / 8 / kColumnGroups;
-  constexpr static constant int kOperandBytes = 2 * kGemmStride * (BM + kGemmWeightRows);
-  constexpr static constant int kResultBytes = 4 * kGemmOutStride * BM;
-  constexpr static constant int kWords =  // of 16 bytes
-      (kOperandBytes > kResultBytes ? kOperandBytes : kResultBytes) / 16;
-};
-
-// Leaves the fp32 result [BM, 64] in shared memory, row stride kGemmOutStride, visible to all
-// threads.
-template <typename A, int BM, template <typename, int, int> class Tile>
-METAL_FUNC threadgroup float* gemm_tile(
-    thread GemmLoader<A, BM>& loader,
+// Leaves the fp32 sums of the simdgroup's part in `tile`; only the block's first `rows` rows are wanted.
+template <typename A, typename Block, template <typename, int, int> class Tile, typename TileType>
+METAL_FUNC void gemm_sums(
+    thread GemmLoader<A, Block>& loader,
+    thread TileType& tile,
     int depth,
+    int rows,
     threadgroup float4* shared,
     uint tid,
     uint sg) {
-  typedef GemmShape<BM> Shape;
+  typedef TileTraits<TileType> Traits;
   threadgroup A* xs = (threadgroup A*)shared;
-  threadgroup A* ws = xs + BM * kGemmStride;
-  const int row = int(sg) / Shape::kColumnGroups * Shape::kTileRows * 8;
-  const int column = int(sg) % Shape::kColumnGroups * Shape::kTileColumns * 8;
-  Tile<A, Shape::kTileRows, Shape::kTileColumns> tile;
+  threadgroup A* ws = xs + Block::kRows * kGemmStride;
+  const int row = int(sg) / Block::kColumnGroups * Block::kTileRows * 8;
+  const int column = int(sg) % Block::kColumnGroups * Block::kTileColumns * 8;
   tile.start(tid % 32);
+  Traits::limit(tile, rows - row);
   loader.fetch(0);
   for (int k = 0; k < depth; k += kGemmStep) {
-    loader.put(xs, ws, tid);
+    loader.template put<Traits>(xs, ws, tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (k + kGemmStep < depth) {
       loader.fetch(k + kGemmStep);
@@ -189,14 +237,58 @@ METAL_FUNC threadgroup float* gemm_tile(
         xs + row * kGemmStride, kGemmStride, ws + column * kGemmStride, kGemmStride);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  threadgroup float* result = (threadgroup float*)shared;
-  tile.store(result + row * kGemmOutStride + column, kGemmOutStride);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  return result;
 }
 
-METAL_FUNC float4 gemm_result4(const threadgroup float* result, int row, int column) {
-  return *(const threadgroup float4*)(result + row * kGemmOutStride + column);
+// Hands the block's results to store.put(row, column, values), four neighbouring columns at a time.
+template <typename Block, typename TileType, typename Store>
+METAL_FUNC void gemm_results(
+    thread TileType& tile,
+    thread const Store& store,
+    threadgroup float4* shared,
+    uint tid,
+    uint sg) {
+  threadgroup float* result = (threadgroup float*)shared;
+  const int row = int(sg) / Block::kColumnGroups * Block::kTileRows * 8;
+  const int column = int(sg) % Block::kColumnGroups * Block::kTileColumns * 8;
+  tile.store(result + row * Block::kOutStride + column, Block::kOutStride);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int i = int(tid); i < Block::kRows * Block::kColumns / 4; i += Block::kThreads) {
+    const int r = i / (Block::kColumns / 4);
+    const int c = i % (Block::kColumns / 4) * 4;
+    store.put(r, c, *(const threadgroup float4*)(result + r * Block::kOutStride + c));
+  }
+}
+
+// The same for two matrices side by side: store.put(row, column, first's values, second's).
+template <typename Block, typename TileType, typename Store>
+METAL_FUNC void gemm_pair_results(
+    thread TileType& tile,
+    thread const Store& store,
+    threadgroup float4* shared,
+    uint tid,
+    uint sg) {
+  constexpr int kHalf = Block::kColumns / 2;
+  threadgroup float* result = (threadgroup float*)shared;
+  const int row = int(sg) / Block::kColumnGroups * Block::kTileRows * 8;
+  const int column = int(sg) % Block::kColumnGroups * Block::kTileColumns * 8;
+  tile.store(result + row * Block::kOutStride + column, Block::kOutStride);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int i = int(tid); i < Block::kRows * kHalf / 4; i += Block::kThreads) {
+    const int r = i / (kHalf / 4);
+    const int c = i % (kHalf / 4) * 4;
+    const threadgroup float* at = result + r * Block::kOutStride + c;
+    store.put(r, c, *(const threadgroup float4*)at, *(const threadgroup float4*)(at + kHalf));
+  }
+}
+
+// Rounds N values to O and stores them; y is aligned to all of them.
+template <typename O, int N>
+METAL_FUNC void store_values(device O* y, vec<float, N> x) {
+  vec<O, N> v;
+  for (int i = 0; i < N; ++i) {
+    v[i] = O(x[i]);
+  }
+  *(device vec<O, N>*)y = v;
 }
 
 }  // namespace lily

@@ -8,11 +8,11 @@
 // Gate, up [E, width, hidden], down [E, hidden, width], affine codes. The combine is
 // prefill_ops.h's.
 //
-// Layout of threads. One threadgroup of 128 takes one entry of the block map (expert, first row),
-// at most BM rows, and 32 columns of gate with the same 32 of up side by side (moe_gate_up) or 64
-// columns (moe_down). Grid: (width / 32 or ceil(hidden / 64), entries of the block map); a sentinel
-// entry ends its threadgroup at once. Ungrouped: second dimension ceil(rows / BM). width is a
-// multiple of 32, hidden of 32 and of the group.
+// Layout of threads. One threadgroup takes one entry of the block map (expert, first row), the rows of a
+// GemmBlock at most, and half its columns of gate with the same of up side by side (moe_gate_up) or
+// its columns (moe_down). Grid: (ceil(width / half the columns) or ceil(hidden / columns), entries of
+// the block map); a sentinel entry ends its threadgroup at once. Ungrouped: second dimension ceil(rows
+// / rows of a block). width is a multiple of 32, hidden of 32 and of the group.
 //
 // Bytes, flops and threadgroup memory: gemm_tiles.h. An expert's weights are read once for each of
 // its blocks; for 2048 tokens of the 35B shapes (64 rows an expert on average) that is 256 + E/2
@@ -36,11 +36,47 @@ struct MoeDownParams {
   int width;
 };
 
+// rnd(silu(gate) up) for a block's rows of act.
+template <typename A>
+struct SwigluStore {
+  device A* act;  // of the block's first row and column
+  int rows;
+  int columns;
+  int width;
+
+  template <int N>
+  METAL_FUNC void put(int r, int c, vec<float, N> g, vec<float, N> u) const {
+    if (r < rows && c < columns) {
+      vec<float, N> y;
+      for (int j = 0; j < N; ++j) {
+        y[j] = silu(g[j]) * u[j];
+      }
+      store_values<A, N>(act + size_t(r) * width + c, y);
+    }
+  }
+};
+
+// Rows of down in (token, slot) order.
+struct DownStore {
+  const device uint* order;  // of the block's first row
+  device float* down;
+  int rows;
+  int first_column;
+  int hidden;
+
+  template <int N>
+  METAL_FUNC void put(int r, int c, vec<float, N> v) const {
+    if (r < rows && first_column + c < hidden) {
+      store_values<float, N>(down + size_t(order[r]) * hidden + first_column + c, v);
+    }
+  }
+};
+
 }  // namespace lily
 
 using namespace lily;
 
-template <typename A, int BM, template <typename, int, int> class Tile>
+template <typename A, typename Block, template <typename, int, int> class Tile>
 [[kernel]] void moe_gate_up(
     const device A* x [[buffer(0)]],
     const device uint* gate [[buffer(1)]],
@@ -57,16 +93,18 @@ template <typename A, int BM, template <typename, int, int> class Tile>
     uint3 tg [[threadgroup_position_in_grid]],
     uint tid [[thread_index_in_threadgroup]],
     uint sg [[simdgroup_index_in_threadgroup]]) {
-  threadgroup float4 shared[GemmShape<BM>::kWords];
-  typedef GemmLoader<A, BM> Loader;
+  typedef GemmShape<A, Block, Tile> Shape;
+  typedef GemmLoader<A, Block> Loader;
+  threadgroup float4 shared[Shape::kWords];
   const bool grouped = p.grouped != 0;
   const uint expert = grouped ? block_map[2 * tg.y] : 0u;
   if (expert == kNoBlock) {
     return;
   }
-  const int first_row = grouped ? int(block_map[2 * tg.y + 1]) : int(tg.y) * BM;
+  const int first_row = grouped ? int(block_map[2 * tg.y + 1]) : int(tg.y) * Block::kRows;
   const int end_row = grouped ? int(offsets[expert + 1]) : p.rows;
-  const int first_column = int(tg.x) * 32;
+  constexpr int kHalf = Block::kColumns / 2;
+  const int first_column = int(tg.x) * kHalf;
 
   const int row = first_row + Loader::x_row(tid);
   int token = 0;
@@ -74,8 +112,9 @@ template <typename A, int BM, template <typename, int, int> class Tile>
     token = grouped ? int(order[row]) / p.top_k : row;
   }
   const int w_row = Loader::w_row(tid);
-  const bool is_gate = w_row < 32;
-  const size_t weight_row = size_t(expert) * p.width + first_column + w_row % 32;
+  const bool is_gate = !Shape::Traits::is_second(w_row, kHalf);
+  const int column = first_column + Shape::Traits::pair_column(w_row, kHalf);
+  const size_t weight_row = size_t(expert) * p.width + column;
   Loader loader;
   loader.set_x(x + size_t(token) * p.hidden, row < end_row, tid);
   loader.set_w(
@@ -84,25 +123,19 @@ template <typename A, int BM, template <typename, int, int> class Tile>
       is_gate ? gate_biases : up_biases,
       weight_row,
       p.hidden,
-      true,
+      column < p.width,
       tid);
-  const threadgroup float* result = gemm_tile<A, BM, Tile>(loader, p.hidden, shared, tid, sg);
-  for (int i = int(tid); i < BM * 8; i += kGemmThreads) {
-    const int r = i / 8;
-    const int c = i % 8 * 4;
-    if (first_row + r < end_row) {
-      const float4 g = gemm_result4(result, r, c);
-      const float4 u = gemm_result4(result, r, c + 32);
-      float4 y;
-      for (int j = 0; j < 4; ++j) {
-        y[j] = silu(g[j]) * u[j];
-      }
-      store4(act + size_t(first_row + r) * p.width + first_column + c, y);
-    }
-  }
+  typename Shape::TileType tile;
+  gemm_sums<A, Block, Tile>(loader, tile, p.hidden, end_row - first_row, shared, tid, sg);
+  const SwigluStore<A> store = {
+      act + size_t(first_row) * p.width + first_column,
+      end_row - first_row,
+      p.width - first_column,
+      p.width};
+  gemm_pair_results<Block>(tile, store, shared, tid, sg);
 }
 
-template <typename A, int BM, template <typename, int, int> class Tile>
+template <typename A, typename Block, template <typename, int, int> class Tile>
 [[kernel]] void moe_down(
     const device A* act [[buffer(0)]],
     const device uint* w [[buffer(1)]],
@@ -116,28 +149,25 @@ template <typename A, int BM, template <typename, int, int> class Tile>
     uint3 tg [[threadgroup_position_in_grid]],
     uint tid [[thread_index_in_threadgroup]],
     uint sg [[simdgroup_index_in_threadgroup]]) {
-  threadgroup float4 shared[GemmShape<BM>::kWords];
-  typedef GemmLoader<A, BM> Loader;
+  typedef GemmShape<A, Block, Tile> Shape;
+  typedef GemmLoader<A, Block> Loader;
+  threadgroup float4 shared[Shape::kWords];
   const uint expert = block_map[2 * tg.y];
   if (expert == kNoBlock) {
     return;
   }
   const int first_row = int(block_map[2 * tg.y + 1]);
   const int end_row = int(offsets[expert + 1]);
-  const int first_column = int(tg.x) * kGemmWeightRows;
+  const int first_column = int(tg.x) * Block::kColumns;
   const int row = first_row + Loader::x_row(tid);
   const int column = first_column + Loader::w_row(tid);
   Loader loader;
   loader.set_x(act + size_t(row) * p.width, row < end_row, tid);
   loader.set_w(
       w, scales, biases, size_t(expert) * p.hidden + column, p.width, column < p.hidden, tid);
-  const threadgroup float* result = gemm_tile<A, BM, Tile>(loader, p.width, shared, tid, sg);
-  for (int i = int(tid); i < BM * kGemmWeightRows / 4; i += kGemmThreads) {
-    const int r = i / (kGemmWeightRows / 4);
-    const int c = i % (kGemmWeightRows / 4) * 4;
-    if (first_row + r < end_row && first_column + c < p.hidden) {
-      const size_t out_row = order[first_row + r];
-      store4(down + out_row * p.hidden + first_column + c, gemm_result4(result, r, c));
-    }
-  }
+  typename Shape::TileType tile;
+  gemm_sums<A, Block, Tile>(loader, tile, p.width, end_row - first_row, shared, tid, sg);
+  const DownStore store = {
+      order + first_row, down, end_row - first_row, first_column, p.hidden};
+  gemm_results<Block>(tile, store, shared, tid, sg);
 }

@@ -3,6 +3,6 @@
 #include "moe_gemm_instances.h"
 #include "tile_mma.h"
 
-INSTANTIATE_MOE_GEMM_ROWS("", 16, SimdgroupTile)
-INSTANTIATE_MOE_GEMM_ROWS("", 32, SimdgroupTile)
-INSTANTIATE_MOE_GEMM_ROWS("", 64, SimdgroupTile)
+INSTANTIATE_MOE_GEMM_ROWS("", 16, GemmBlock16, SimdgroupTile)
+INSTANTIATE_MOE_GEMM_ROWS("", 32, GemmBlock32, SimdgroupTile)
+INSTANTIATE_MOE_GEMM_ROWS("", 64, GemmBlock64, SimdgroupTile)

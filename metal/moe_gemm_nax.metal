@@ -4,5 +4,5 @@
 #include "moe_gemm_instances.h"
 #include "tile_mma_nax.h"
 
-INSTANTIATE_MOE_GEMM_ROWS("nax_", 32, TensorTile)
-INSTANTIATE_MOE_GEMM_ROWS("nax_", 64, TensorTile)
+INSTANTIATE_MOE_GEMM_ROWS("nax_", 32, GemmBlock32, TensorTile)
+INSTANTIATE_MOE_GEMM_ROWS("nax_", 64, GemmBlock64, TensorTile)

@@ -4,12 +4,13 @@
 // 16); y [rows, N] of O (A or float); h [rows, N] of A where has_residual. Any rows and N; K as
 // gemm_tiles.h says.
 //
-//   qgemm        one matrix; grid (ceil(N / 64), ceil(rows / BM))
+//   qgemm        one matrix; grid (ceil(N / columns), ceil(rows / rows of a
+//                block))
 //   qgemm_multi  up to four matrices with the same x and K (n = 0 for none), side by side in the
-//                grid's first dimension: sum of ceil(n_i / 64)
+//                grid's first dimension: sum of ceil(n_i / columns)
 //   dequantize_rows  W as A in memory, 16 values a thread (for comparison, with bits 16 above)
 //
-// Layout, bytes and flops: gemm_tiles.h. x is read ceil(N / 64) times and W ceil(rows / BM) times,
+// Layout, bytes and flops: gemm_tiles.h. x is read once a block of columns and W once a block of rows,
 // from cache where it holds them.
 #pragma once
 
@@ -30,53 +31,46 @@ struct QgemmMultiParams {
   int n[4];
 };
 
-// Rounds a result row segment of four columns and stores the part of it that lies inside [0, n).
-template <typename O>
-METAL_FUNC void store_columns(device O* y, float4 v, int column, int n) {
-  if (n % 4 == 0) {
-    store4(y + column, v);
-    return;
-  }
-  for (int c = 0; c < 4; ++c) {
-    if (column + c < n) {
-      y[column + c] = O(v[c]);
-    }
-  }
-}
+// Where a block's results go: y = rnd(v), or rnd(h + rnd(v)), as far as it lies in [rows, n).
+template <typename A, typename O>
+struct QgemmStore {
+  const device A* h;
+  device O* y;
+  int first_row;
+  int rows;
+  int first_column;
+  int n;
+  bool has_residual;
 
-template <typename A, typename O, int BM>
-METAL_FUNC void qgemm_store(
-    const threadgroup float* result,
-    const device A* h,
-    device O* y,
-    int first_row,
-    int rows,
-    int first_column,
-    int n,
-    bool has_residual,
-    uint tid) {
-  for (int i = int(tid); i < BM * kGemmWeightRows / 4; i += kGemmThreads) {
-    const int r = i / (kGemmWeightRows / 4);
-    const int c = i % (kGemmWeightRows / 4) * 4;
+  template <int N>
+  METAL_FUNC void put(int r, int c, vec<float, N> v) const {
     const int column = first_column + c;
-    if (first_row + r < rows && column < n) {
-      const size_t at = size_t(first_row + r) * n;
-      float4 v = gemm_result4(result, r, c);
-      if (has_residual) {
-        for (int j = 0; j < 4; ++j) {
-          v[j] = column + j < n ? float(h[at + column + j]) + float(A(v[j])) : 0.0f;
-        }
+    if (first_row + r >= rows || column >= n) {
+      return;
+    }
+    const size_t at = size_t(first_row + r) * n + column;
+    if (has_residual) {
+      for (int j = 0; j < N; ++j) {
+        v[j] = column + j < n ? float(h[at + j]) + float(A(v[j])) : 0.0f;
       }
-      store_columns(y + at, v, column, n);
+    }
+    if (n % N == 0) {
+      store_values<O, N>(y + at, v);
+      return;
+    }
+    for (int j = 0; j < N; ++j) {
+      if (column + j < n) {
+        y[at + j] = O(v[j]);
+      }
     }
   }
-}
+};
 
 }  // namespace lily
 
 using namespace lily;
 
-template <typename A, typename O, int BM, template <typename, int, int> class Tile>
+template <typename A, typename O, typename Block, template <typename, int, int> class Tile>
 [[kernel]] void qgemm(
     const device A* x [[buffer(0)]],
     const device uint* w [[buffer(1)]],
@@ -88,21 +82,24 @@ template <typename A, typename O, int BM, template <typename, int, int> class Ti
     uint3 tg [[threadgroup_position_in_grid]],
     uint tid [[thread_index_in_threadgroup]],
     uint sg [[simdgroup_index_in_threadgroup]]) {
-  threadgroup float4 shared[GemmShape<BM>::kWords];
-  typedef GemmLoader<A, BM> Loader;
-  const int first_row = int(tg.y) * BM;
-  const int first_column = int(tg.x) * kGemmWeightRows;
+  typedef GemmShape<A, Block, Tile> Shape;
+  typedef GemmLoader<A, Block> Loader;
+  threadgroup float4 shared[Shape::kWords];
+  const int first_row = int(tg.y) * Block::kRows;
+  const int first_column = int(tg.x) * Block::kColumns;
   const int row = first_row + Loader::x_row(tid);
   const int column = first_column + Loader::w_row(tid);
   Loader loader;
   loader.set_x(x + size_t(row) * p.depth, row < p.rows, tid);
   loader.set_w(w, scales, biases, column, p.depth, column < p.n, tid);
-  const threadgroup float* result = gemm_tile<A, BM, Tile>(loader, p.depth, shared, tid, sg);
-  qgemm_store<A, O, BM>(
-      result, h, y, first_row, p.rows, first_column, p.n, p.has_residual != 0, tid);
+  typename Shape::TileType tile;
+  gemm_sums<A, Block, Tile>(loader, tile, p.depth, p.rows - first_row, shared, tid, sg);
+  const QgemmStore<A, O> store = {
+      h, y, first_row, p.rows, first_column, p.n, p.has_residual != 0};
+  gemm_results<Block>(tile, store, shared, tid, sg);
 }
 
-template <typename A, typename O, int BM, template <typename, int, int> class Tile>
+template <typename A, typename O, typename Block, template <typename, int, int> class Tile>
 [[kernel]] void qgemm_multi(
     const device A* x [[buffer(0)]],
     const device uint* w0 [[buffer(1)]],
@@ -125,14 +122,15 @@ template <typename A, typename O, int BM, template <typename, int, int> class Ti
     uint3 tg [[threadgroup_position_in_grid]],
     uint tid [[thread_index_in_threadgroup]],
     uint sg [[simdgroup_index_in_threadgroup]]) {
-  threadgroup float4 shared[GemmShape<BM>::kWords];
-  typedef GemmLoader<A, BM> Loader;
+  typedef GemmShape<A, Block, Tile> Shape;
+  typedef GemmLoader<A, Block> Loader;
+  threadgroup float4 shared[Shape::kWords];
   int m = 0;
-  int tile = int(tg.x);
+  int block = int(tg.x);
   for (int i = 0; i < 3; ++i) {
-    const int tiles = (p.n[i] + kGemmWeightRows - 1) / kGemmWeightRows;
-    if (m == i && tile >= tiles) {
-      tile -= tiles;
+    const int blocks = (p.n[i] + Block::kColumns - 1) / Block::kColumns;
+    if (m == i && block >= blocks) {
+      block -= blocks;
       m = i + 1;
     }
   }
@@ -141,15 +139,17 @@ template <typename A, typename O, int BM, template <typename, int, int> class Ti
   const device A* biases = m == 0 ? biases0 : m == 1 ? biases1 : m == 2 ? biases2 : biases3;
   device O* y = m == 0 ? y0 : m == 1 ? y1 : m == 2 ? y2 : y3;
   const int n = p.n[m];
-  const int first_row = int(tg.y) * BM;
-  const int first_column = tile * kGemmWeightRows;
+  const int first_row = int(tg.y) * Block::kRows;
+  const int first_column = block * Block::kColumns;
   const int row = first_row + Loader::x_row(tid);
   const int column = first_column + Loader::w_row(tid);
   Loader loader;
   loader.set_x(x + size_t(row) * p.depth, row < p.rows, tid);
   loader.set_w(w, scales, biases, column, p.depth, column < n, tid);
-  const threadgroup float* result = gemm_tile<A, BM, Tile>(loader, p.depth, shared, tid, sg);
-  qgemm_store<A, O, BM>(result, x, y, first_row, p.rows, first_column, n, false, tid);
+  typename Shape::TileType tile;
+  gemm_sums<A, Block, Tile>(loader, tile, p.depth, p.rows - first_row, shared, tid, sg);
+  const QgemmStore<A, O> store = {x, y, first_row, p.rows, first_column, n, false};
+  gemm_results<Block>(tile, store, shared, tid, sg);
 }
 
 // w: `runs` runs of 16 codes; bits 4 or 8.
@@ -166,8 +166,8 @@ template <typename A>
   if (run >= runs) {
     return;
   }
-  const float scale = group_value(scales, run * 16, kGroup);
-  const float bias = group_value(biases, run * 16, kGroup);
+  const float scale = float(group_value(scales, run * 16, kGroup));
+  const float bias = float(group_value(biases, run * 16, kGroup));
   const device uint* p = w + size_t(run) * (kBits / 2);
   for (int i = 0; i < 4; ++i) {
     float4 v;

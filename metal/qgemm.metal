@@ -3,9 +3,9 @@
 #include "qgemm_instances.h"
 #include "tile_mma.h"
 
-INSTANTIATE_QGEMM_ROWS("", 16, SimdgroupTile)
-INSTANTIATE_QGEMM_ROWS("", 32, SimdgroupTile)
-INSTANTIATE_QGEMM_ROWS("", 64, SimdgroupTile)
+INSTANTIATE_QGEMM_ROWS("", 16, GemmBlock16, SimdgroupTile)
+INSTANTIATE_QGEMM_ROWS("", 32, GemmBlock32, SimdgroupTile)
+INSTANTIATE_QGEMM_ROWS("", 64, GemmBlock64, SimdgroupTile)
 
 #define INSTANTIATE_DEQUANTIZE(NAME, A)                                                   \
   template [[host_name("dequantize_rows_" NAME)]] [[kernel]] decltype(dequantize_rows<A>) \

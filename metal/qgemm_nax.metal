@@ -3,5 +3,5 @@
 #include "qgemm_instances.h"
 #include "tile_mma_nax.h"
 
-INSTANTIATE_QGEMM_ROWS("nax_", 32, TensorTile)
-INSTANTIATE_QGEMM_ROWS("nax_", 64, TensorTile)
+INSTANTIATE_QGEMM_ROWS("nax_", 32, GemmBlock32, TensorTile)
+INSTANTIATE_QGEMM_ROWS("nax_", 64, GemmBlock64, TensorTile)

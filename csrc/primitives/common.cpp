@@ -2,6 +2,9 @@
 
 #include <sstream>
 
+#ifdef LILY_CUDA
+#include "backend/cuda_memory.h"
+#endif
 #include "mlx/allocator.h"
 #include "mlx/ops.h"
 
@@ -158,6 +161,9 @@ void check_columns(const char* op, const char* name, const Weight& w, int cols) 
 }
 
 mx::array contiguous(const mx::array& x, mx::Stream s) {
+  if (x.is_available() && x.flags().row_contiguous) {
+    return x;  // weights mostly: a node less in every graph
+  }
   return mx::contiguous(x, false, s);
 }
 
@@ -174,7 +180,11 @@ mx::array fresh(mx::Shape shape, mx::Dtype dtype) {
 
 void Primitive::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   for (auto& out : outputs) {
+#ifdef LILY_CUDA
+    allocate_on_device(out);
+#else
     allocate(out);
+#endif
   }
   if (!run_program(inputs, outputs)) {
     throw std::runtime_error(std::string("lily_mlx: ") + name() +

@@ -52,13 +52,40 @@ RowsTile rows_tile(int rows, int depth) {
   return t;
 }
 
-int gemm_rows(int rows, MatrixUnit unit) {
+// What a threadgroup of a GEMM makes (GemmBlock in gemm_tiles.h), and its threads.
+struct GemmBlock {
+  int rows, columns, threads;
+};
+
+GemmBlock gemm_block(int rows, MatrixUnit unit) {
+  if (unit == MatrixUnit::nvidia) {
+    return {rows, 128, rows == 128 ? 256 : 128};
+  }
+  return {rows, 64, 128};
+}
+
+// Two blocks of 128 rows on each multiprocessor of a large NVIDIA GPU; fewer leave some idle.
+constexpr int kFullGpu = 264;
+
+// `columns`: weight rows of the whole launch.
+GemmBlock gemm_block(int rows, int columns, MatrixUnit unit) {
+  if (unit == MatrixUnit::nvidia) {
+    const bool many = ceil_div(rows, 128) * ceil_div(columns, 128) >= kFullGpu;
+    return gemm_block(many ? 128 : 64, unit);
+  }
   const int least = unit == MatrixUnit::tensor ? 32 : 16;
-  return std::max(least, rows <= 16 ? 16 : rows <= 32 ? 32 : 64);
+  return gemm_block(std::max(least, rows <= 16 ? 16 : rows <= 32 ? 32 : 64), unit);
 }
 
 std::string unit_prefix(MatrixUnit unit) {
-  return unit == MatrixUnit::tensor ? "nax_" : "";
+  switch (unit) {
+    case MatrixUnit::tensor:
+      return "nax_";
+    case MatrixUnit::nvidia:
+      return "sync_";
+    default:
+      return "";
+  }
 }
 
 Constants weight_format(const MatrixDims& m, Type t) {
@@ -114,7 +141,7 @@ struct EmbedParams {
 // The one form that gemv_rows.h and qgemm.h share: up to four matrices side by side.
 void add_multi(Builder& b, const std::string& label, const std::string& kernel, Value params,
                const std::vector<MatrixSlots>& matrices, SlotId x, const std::vector<SlotId>& y,
-               int groups_x, int groups_y) {
+               int groups_x, int groups_y, int threads) {
   Dispatch d(kernels().at(kernel));
   set_constants(d, weight_format(matrices[0].dims, b.t));
   d.read("x", x);
@@ -129,15 +156,15 @@ void add_multi(Builder& b, const std::string& label, const std::string& kernel, 
       }
     }
   }
-  d.value("p", std::move(params)).grid(groups_x, groups_y).threads(128);
+  d.value("p", std::move(params)).grid(groups_x, groups_y).threads(threads);
   b.add(std::move(d), label);
 }
 
 std::shared_ptr<LayerProgram> finished(Builder& b, std::vector<SlotId> inputs,
                                        std::vector<SlotId> outputs) {
   b.program.finish();
-  return std::make_shared<LayerProgram>(LayerProgram{std::move(b.program), std::move(inputs),
-                                                     std::move(outputs), std::move(b.tables)});
+  return std::make_shared<LayerProgram>(LayerProgram{
+      std::move(b.program), std::move(inputs), std::move(outputs), std::move(b.tables), {}});
 }
 
 void append(std::vector<SlotId>& inputs, const MatrixSlots& m) {
@@ -191,26 +218,30 @@ void add_project(Builder& b, const std::string& label, const std::string& kernel
       }
       add_multi(b, label,
                 "gemv_rows_multi_" + output_suffix(b.t, float32) + "_m" + std::to_string(tile.most),
-                Value::of_struct(p), w, x, to, groups, 1);
+                Value::of_struct(p), w, x, to, groups, 1, 128);
     } else {
-      const int block = gemm_rows(rows, unit);
+      int columns = 0;
+      for (const MatrixSlots& m : w) {
+        columns += m.dims.rows;
+      }
+      const GemmBlock block = gemm_block(rows, columns, unit);
       QgemmMultiParams p{rows, depth, {}};
       int groups = 0;
       for (size_t i = 0; i < w.size(); ++i) {
         p.n[i] = w[i].dims.rows;
-        groups += ceil_div(p.n[i], 64);
+        groups += ceil_div(p.n[i], block.columns);
       }
       add_multi(b, label,
                 unit_prefix(unit) + "qgemm_multi_" + output_suffix(b.t, float32) + "_m" +
-                    std::to_string(block),
-                Value::of_struct(p), w, x, to, groups, ceil_div(rows, block));
+                    std::to_string(block.rows),
+                Value::of_struct(p), w, x, to, groups, ceil_div(rows, block.rows), block.threads);
     }
   }
 }
 
 std::shared_ptr<LayerProgram> project_program(Type t, const std::string& kernel, int rows,
-                                              const std::vector<MatrixDims>& matrices,
-                                              bool float32) {
+                                              const std::vector<MatrixDims>& matrices, bool float32,
+                                              MatrixUnit unit) {
   Builder b("project", t);
   SlotId x = b.input("x", b.size(size_t(rows) * matrices[0].cols));
   std::vector<SlotId> inputs{x}, outputs;
@@ -222,7 +253,7 @@ std::shared_ptr<LayerProgram> project_program(Type t, const std::string& kernel,
     outputs.push_back(b.output(std::string("y").append(number),
                                size_t(rows) * matrices[i].rows * (float32 ? 4 : size_of(t))));
   }
-  add_project(b, "project", kernel, rows, x, slots, outputs, float32);
+  add_project(b, "project", kernel, rows, x, slots, outputs, float32, unit);
   return finished(b, inputs, outputs);
 }
 
@@ -485,8 +516,12 @@ std::string layer_moe_refusal(Type, const MoeDims& m) {
 
 namespace {
 
-// Rows of a block of one expert, by the rows that an expert gets on average.
-int expert_block(int rows, const MoeDims& m, MatrixUnit unit) {
+// Rows of a block of one expert, by the rows that an expert gets on average. On NVIDIA rows that
+// are not there cost no products.
+int expert_rows(int rows, const MoeDims& m, MatrixUnit unit) {
+  if (unit == MatrixUnit::nvidia) {
+    return 64;
+  }
   const int mean = rows * m.top_k / std::max(1, m.router.rows);
   const int block = mean <= 16 ? 16 : mean <= 48 ? 32 : 64;
   return unit == MatrixUnit::tensor ? std::max(block, 32) : block;
@@ -555,15 +590,16 @@ void add_moe(Builder& b, const std::string& kernel, int rows, const MoeDims& m, 
   SlotId shared_logit = b.scratch(name + "shared_logit", 4 * size_t(rows));
   add_project(b, "router", product, rows, x, {w.router, w.shared_router}, {logits, shared_logit},
               true, unit);
-  const int block = few ? 16 : expert_block(rows, m, unit);
-  Route r = add_route(b, rows, block, m, logits, name);
+  const GemmBlock block =
+      few ? GemmBlock{16, 0, 128} : gemm_block(expert_rows(rows, m, unit), unit);
+  Route r = add_route(b, rows, block.rows, m, logits, name);
 
   // What is read at most: experts that somebody can have chosen.
   const int touched = std::min(experts, assignments);
   SlotId act = b.scratch(name + "act", b.size(size_t(assignments) * width));
   SlotId down = b.scratch(name + "down", 4 * size_t(assignments) * hidden);
   const RowsTile up_tile = rows_tile(rows, hidden), down_tile = rows_tile(rows, width);
-  const std::string most = "_m" + std::to_string(few ? up_tile.most : block);
+  const std::string most = "_m" + std::to_string(few ? up_tile.most : block.rows);
   Dispatch u(kernels().at(few ? "moe_gate_up_rows_" + t + most
                               : unit_prefix(unit) + "moe_gate_up_" + t + most));
   set_constants(u, weight_format(m.gate, b.t));
@@ -577,9 +613,9 @@ void add_moe(Builder& b, const std::string& kernel, int rows, const MoeDims& m, 
     u.grid(ceil_div(width, up_tile.made() / 2), r.entries);
   } else {
     u.value("p", Value::of_struct(MoeGateUpParams{assignments, width, hidden, m.top_k, 1}));
-    u.grid(width / 32, r.entries);
+    u.grid(ceil_div(width, block.columns / 2), r.entries);
   }
-  u.threads(128);
+  u.threads(block.threads);
   b.add(std::move(u), "experts up");
 
   Dispatch d(
@@ -594,9 +630,9 @@ void add_moe(Builder& b, const std::string& kernel, int rows, const MoeDims& m, 
     d.grid(ceil_div(hidden, down_tile.made()), r.entries);
   } else {
     d.value("p", Value::of_struct(MoeDownParams{hidden, width}));
-    d.grid(ceil_div(hidden, 64), r.entries);
+    d.grid(ceil_div(hidden, block.columns), r.entries);
   }
-  d.threads(128);
+  d.threads(block.threads);
   b.add(std::move(d), "experts down");
 
   SlotId shared_act = b.scratch(name + "shared_act", b.size(size_t(rows) * shared_width));
@@ -611,9 +647,9 @@ void add_moe(Builder& b, const std::string& kernel, int rows, const MoeDims& m, 
     s.grid(ceil_div(rows * shared_width, 1024)).threads(256);
     b.add(std::move(s), "shared swiglu");
   } else {
-    const int shared_block = gemm_rows(rows, unit);
-    Dispatch s(
-        kernels().at(unit_prefix(unit) + "moe_gate_up_" + t + "_m" + std::to_string(shared_block)));
+    const GemmBlock shared_block = gemm_block(rows, 2 * shared_width, unit);
+    Dispatch s(kernels().at(unit_prefix(unit) + "moe_gate_up_" + t + "_m" +
+                            std::to_string(shared_block.rows)));
     set_constants(s, weight_format(m.shared_gate, b.t));
     s.read("x", x);
     read_matrix_always(s, w.shared_gate, "gate", "gate_scales", "gate_biases");
@@ -623,7 +659,8 @@ void add_moe(Builder& b, const std::string& kernel, int rows, const MoeDims& m, 
     }
     s.write("act", shared_act);
     s.value("p", Value::of_struct(MoeGateUpParams{rows, shared_width, hidden, 1, 0}));
-    s.grid(shared_width / 32, ceil_div(rows, shared_block)).threads(128);
+    s.grid(ceil_div(shared_width, shared_block.columns / 2), ceil_div(rows, shared_block.rows));
+    s.threads(shared_block.threads);
     b.add(std::move(s), "shared up");
   }
   SlotId shared_down = b.scratch(name + "shared_down", 4 * size_t(rows) * hidden);
@@ -645,12 +682,12 @@ void add_moe(Builder& b, const std::string& kernel, int rows, const MoeDims& m, 
 }
 
 std::shared_ptr<LayerProgram> moe_program(Type t, const std::string& kernel, int rows,
-                                          const MoeDims& m) {
+                                          const MoeDims& m, MatrixUnit unit) {
   Builder b("moe", t);
   SlotId x = b.input("x", b.size(size_t(rows) * m.gate.cols));
   MoeSlots w = moe_slots(b, "", m);
   SlotId out = b.output("y", b.size(size_t(rows) * m.gate.cols));
-  add_moe(b, kernel, rows, m, w, x, out, "");
+  add_moe(b, kernel, rows, m, w, x, out, "", std::nullopt, unit);
   std::vector<SlotId> inputs{x};
   inputs.insert(inputs.end(), b.weights.begin(), b.weights.end());
   return finished(b, inputs, {out});

@@ -16,10 +16,12 @@ struct LayerProgram {
   Program program;
   std::vector<SlotId> inputs, outputs;
   std::vector<Builder::Table> tables;
+  mutable std::shared_ptr<const void> on_device;  // the tables there, kept by a backend
 };
 
-// The matrix unit that GEMMs are compiled for.
-enum class MatrixUnit : uint8_t { simdgroup, tensor };
+// The matrix unit that GEMMs are compiled for: simdgroup_matrix, Metal 4 tensor operations,
+// NVIDIA's tensor cores.
+enum class MatrixUnit : uint8_t { simdgroup, tensor, nvidia };
 
 // y_i = x W_i^T for `rows` rows. kernel: "gemv", "gemv_rows" or "qgemm", by the selection table.
 void add_project(Builder& b, const std::string& label, const std::string& kernel, int rows,
@@ -29,8 +31,8 @@ void add_project(Builder& b, const std::string& label, const std::string& kernel
 std::string project_refusal(Type t, const std::string& kernel,
                             const std::vector<MatrixDims>& matrices, bool float32);
 std::shared_ptr<LayerProgram> project_program(Type t, const std::string& kernel, int rows,
-                                              const std::vector<MatrixDims>& matrices,
-                                              bool float32);
+                                              const std::vector<MatrixDims>& matrices, bool float32,
+                                              MatrixUnit unit = MatrixUnit::simdgroup);
 
 void add_rms_norm(Builder& b, const std::string& label, int rows, int dim, float eps, SlotId x,
                   SlotId weight, SlotId y);
@@ -86,7 +88,8 @@ void add_moe(Builder& b, const std::string& kernel, int rows, const MoeDims& m, 
              MatrixUnit unit = MatrixUnit::simdgroup);
 std::string layer_moe_refusal(Type t, const MoeDims& m);
 std::shared_ptr<LayerProgram> moe_program(Type t, const std::string& kernel, int rows,
-                                          const MoeDims& m);
+                                          const MoeDims& m,
+                                          MatrixUnit unit = MatrixUnit::simdgroup);
 
 // A prefill chunk of `tokens` tokens through the whole model. What
 // mx.fast.scaled_dot_product_attention makes is an input; norms and residuals, which are MLX's on a

@@ -9,6 +9,9 @@
 #ifdef LILY_METAL
 #include "backend/metal.h"
 #endif
+#ifdef LILY_CUDA
+#include "backend/cuda_layers.h"
+#endif
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "programs/layer_programs.h"
@@ -18,7 +21,11 @@ namespace lily {
 namespace {
 
 // Vectors are loaded with this alignment by code that was compiled for it.
-constexpr uintptr_t kAlignment = 8;
+#ifdef LILY_CUDA
+constexpr size_t kAlignment = 16;
+#else
+constexpr size_t kAlignment = 8;
+#endif
 
 // Compiled pipelines and their encoder. Steps hold it by shared_ptr, so that it may be replaced.
 class Executor {
@@ -84,10 +91,35 @@ bool refuse(const std::string& kind, const std::string& reason) {
   return false;
 }
 
+bool on_nvidia([[maybe_unused]] mx::Stream s) {
+#ifdef LILY_CUDA
+  return s.device == mx::Device::gpu;
+#else
+  return false;
+#endif
+}
+
+Choice choose(mx::Stream s, const std::string& kind, const Shape& shape) {
+  return query(kind, on_nvidia(s) ? "cuda" : "metal", shape);
+}
+
+MatrixUnit unit_for(mx::Stream s) {
+  return on_nvidia(s) ? MatrixUnit::nvidia : MatrixUnit::simdgroup;
+}
+
+// One threadgroup a head leaves most of a large GPU idle: there the norm comes apart, so that more
+// can scan.
+Scan scan_for(mx::Stream s) {
+  return on_nvidia(s) ? Scan::apart : Scan::norm;
+}
+
 constexpr size_t kMaxPrograms = 256;
 
 template <typename F>
-std::shared_ptr<const LayerProgram> cached(const std::string& key, F build) {
+std::shared_ptr<const LayerProgram> cached(mx::Stream s, std::string key, F build) {
+  if (on_nvidia(s)) {
+    key += " nvidia";
+  }
   Global& g = global();
   {
     std::lock_guard lock(g.mutex);
@@ -145,8 +177,14 @@ const char* layout_refusal(const mx::array& a) {
   if (!a.flags().row_contiguous) {
     return "an array is not contiguous";
   }
-  if (reinterpret_cast<uintptr_t>(a.data<char>()) % kAlignment != 0) {
-    return "an array does not start at a multiple of 8 bytes";
+#ifdef LILY_CUDA  // data() would move the array to where the CPU can read it
+  const size_t start = static_cast<size_t>(a.offset());
+#else
+  const auto start = reinterpret_cast<uintptr_t>(a.data<char>());
+#endif
+  if (start % kAlignment != 0) {
+    return kAlignment == 8 ? "an array does not start at a multiple of 8 bytes"
+                           : "an array does not start at a multiple of 16 bytes";
   }
   return nullptr;
 }
@@ -249,13 +287,13 @@ void queue(mx::Stream s, const std::shared_ptr<Executor>& run, std::shared_ptr<c
                                             &program] { run->encode(program, bindings); });
 }
 
-#ifdef LILY_METAL
+#if defined(LILY_METAL) || defined(LILY_CUDA)
 constexpr bool kHasGpu = true;
 #else
 constexpr bool kHasGpu = false;
 #endif
 
-// Programs run on a Mac's GPU, and on the CPU while the switch is on.
+// Programs run on a GPU, and on the CPU while the switch is on.
 bool active(mx::Stream s) {
   return s.device == mx::Device::gpu ? kHasGpu : executor() != nullptr;
 }
@@ -266,6 +304,13 @@ bool run_layer(mx::Stream s, const std::string& kind, const std::string& kernel,
 #ifdef LILY_METAL
   if (s.device == mx::Device::gpu) {
     run_on_metal(s, layer, in, out);
+    return true;
+  }
+#endif
+#ifdef LILY_CUDA
+  if (on_nvidia(s)) {
+    run_on_cuda(s, layer, in, out);
+    count(kind, kernel, "");
     return true;
   }
 #endif
@@ -331,7 +376,8 @@ bool rms_norm(mx::Stream s, const Arrays& in, Arrays& out, float eps) {
   }
   Key key;
   key << "rms_norm " << name_of(t) << ' ' << rows << ' ' << dim << ' ' << eps;
-  auto layer = cached(key.text, [&] { return rms_norm_program(type_of(t, "x"), rows, dim, eps); });
+  auto layer =
+      cached(s, key.text, [&] { return rms_norm_program(type_of(t, "x"), rows, dim, eps); });
   return run_layer(s, "rms_norm", "rms_norm_rows", layer, in, out);
 }
 
@@ -351,7 +397,7 @@ bool project(mx::Stream s, const Arrays& in, Arrays& out, const std::vector<Form
   shape.words["dtype"] = {name_of(t)};
   shape.numbers["rows"] = {rows};
   describe(shape, *matrices);
-  Choice choice = query(kind, "metal", shape);
+  Choice choice = choose(s, kind, shape);
   if (choice.kernel.empty()) {
     return refuse(kind, choice.reason.text);
   }
@@ -369,8 +415,8 @@ bool project(mx::Stream s, const Arrays& in, Arrays& out, const std::vector<Form
   for (const MatrixDims& m : *matrices) {
     key << key_of(m);
   }
-  auto layer = cached(key.text, [&] {
-    return project_program(type_of(t, "x"), choice.kernel, rows, *matrices, float32);
+  auto layer = cached(s, key.text, [&] {
+    return project_program(type_of(t, "x"), choice.kernel, rows, *matrices, float32, unit_for(s));
   });
   return run_layer(s, kind, choice.kernel, layer, in, out);
 }
@@ -391,7 +437,7 @@ bool embed(mx::Stream s, const Arrays& in, Arrays& out, Format format) {
   Key key;
   key << "embed " << name_of(t) << ' ' << tokens << ' ' << key_of(matrices->at(0));
   auto layer =
-      cached(key.text, [&] { return embed_program(type_of(t, "x"), tokens, matrices->at(0)); });
+      cached(s, key.text, [&] { return embed_program(type_of(t, "x"), tokens, matrices->at(0)); });
   return run_layer(s, "embed", "embed_rows", layer, in, out);
 }
 
@@ -411,7 +457,7 @@ bool gated_delta(mx::Stream s, const Arrays& in, Arrays& out, int key_heads, int
   shape.numbers["rows"] = {int64_t{d.B} * d.T};
   shape.numbers["key_dim"] = {key_dim};
   shape.numbers["value_dim"] = {value_dim};
-  Choice choice = query(kind, "metal", shape);
+  Choice choice = choose(s, kind, shape);
   if (choice.kernel.empty()) {
     return refuse(kind, choice.reason.text);
   }
@@ -433,8 +479,8 @@ bool gated_delta(mx::Stream s, const Arrays& in, Arrays& out, int key_heads, int
   Key key;
   key << kind << ' ' << name_of(t) << ' ' << d.B << ' ' << d.T << ' ' << key_heads << ' '
       << value_heads << ' ' << eps << has_conv_state << has_state << has_mask << has_lengths;
-  auto layer = cached(key.text, [&] {
-    return gated_delta_program(type_of(t, "qkv"), choice.kernel, d);
+  auto layer = cached(s, key.text, [&] {
+    return gated_delta_program(type_of(t, "qkv"), choice.kernel, d, scan_for(s));
   });
   return run_layer(s, kind, choice.kernel, layer, in, out);
 }
@@ -461,7 +507,7 @@ bool attention_prepare(mx::Stream s, const Arrays& in, Arrays& out, int heads, i
   Key key;
   key << kind << ' ' << name_of(t) << ' ' << d.B << ' ' << d.T << ' ' << heads << ' ' << kv_heads
       << ' ' << d.head_dim << ' ' << rotary << ' ' << base << ' ' << eps << ' ' << d.offset_each;
-  auto layer = cached(key.text, [&] { return attention_prepare_program(type_of(t, "q"), d); });
+  auto layer = cached(s, key.text, [&] { return attention_prepare_program(type_of(t, "q"), d); });
   return run_layer(s, kind, "attention_prep", layer, in, out);
 }
 
@@ -498,7 +544,7 @@ bool moe(mx::Stream s, const Arrays& in, Arrays& out, const std::vector<Format>&
   shape.numbers["experts"] = {dims.router.rows};
   shape.numbers["top_k"] = {top_k};
   describe(shape, *matrices);
-  Choice choice = query(kind, "metal", shape);
+  Choice choice = choose(s, kind, shape);
   if (choice.kernel.empty()) {
     return refuse(kind, choice.reason.text);
   }
@@ -512,8 +558,9 @@ bool moe(mx::Stream s, const Arrays& in, Arrays& out, const std::vector<Format>&
   for (const MatrixDims& m : *matrices) {
     key << key_of(m);
   }
-  auto layer =
-      cached(key.text, [&] { return moe_program(type_of(t, "x"), choice.kernel, rows, dims); });
+  auto layer = cached(s, key.text, [&] {
+    return moe_program(type_of(t, "x"), choice.kernel, rows, dims, unit_for(s));
+  });
   return run_layer(s, kind, choice.kernel, layer, in, out);
 }
 

@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck", "initcheck")
 FOUND = 9  # the exit status when a tool finds something
+PLANTED = "argmax_final"  # reads a value a thread
 CAPACITY = 1024  # rows of keys and values at which a step is cut into splits another way
 
 
@@ -74,14 +75,17 @@ def plant() -> None:
     """One of our kernels on a buffer that is too short."""
     import numpy as np
 
-    from lily_mlx import ptx
+    from lily_mlx import kernels, ptx
     from metal.host import cuda
 
+    manifest = json.loads((kernels.folder() / "manifest.json").read_text())
+    arguments = next(k["arguments"] for k in manifest if k["kernel"] == PLANTED)
     index = json.loads((ptx.FOLDER / "index.json").read_text())
-    name = next(file for file, entry in index.values() if entry == "argmax_final")
+    name = next(file for file, entry in index.values() if entry == PLANTED)
+    given = [bytes(a["size"]) if a["space"] == "constant" and "size" in a else np.zeros(4, np.uint8)
+             for a in sorted(arguments, key=lambda a: a["index"])]  # fmt: skip
     program = cuda.Program((ptx.FOLDER / name).read_bytes())
-    short = [np.zeros(1, np.float32), np.zeros(1, np.uint32), np.zeros(1, np.uint32)]
-    program.launch("argmax_final", [*short, None], (1, 1, 1), (512, 1, 1))
+    program.launch(PLANTED, given, (1, 1, 1), (512, 1, 1))
 
 
 def command(sanitizer: str, tool: str, words: list[str], names: list[str]) -> list[str]:

@@ -41,7 +41,7 @@ def test_no_pair_of_a_prefill_chunk_conflicts(shapes, scan, tokens):
 
 def test_tensor_operations_have_kernels_for_the_same_chunk(shapes):
     few = {**shapes, "layers": shapes["layers"][2:4]}
-    program = _ext.prefill_program(few, 600, tensor_operations=True).program
+    program = _ext.prefill_program(few, 600, unit="tensor").program
     assert program.check_hazards() == []
     assert any(p["file"].endswith("_nax.metal") for p in program.pipelines)
 

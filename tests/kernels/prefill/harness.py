@@ -29,6 +29,14 @@ def run(file, kernel, buffers, grid, threadgroup, host="cpu", constants=None) ->
     lib[kernel](buffers, grid, threadgroup)
 
 
+# By the prefix of a kernel's name: (file suffix, columns of a block, threads by its rows).
+UNITS = {
+    "": ("", 64, {16: 128, 32: 128, 64: 128}),
+    "nax_": ("_nax", 64, {32: 128, 64: 128}),
+    "sync_": ("_sync", 128, {64: 128, 128: 256}),
+}
+
+
 def ints(*values: int) -> np.ndarray:
     """A parameter struct of int32 fields."""
     return np.array(values, np.int32)

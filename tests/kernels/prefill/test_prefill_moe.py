@@ -7,6 +7,7 @@ from tests.kernels import reference_prefill as ref
 from tests.kernels.prefill.harness import (
     TYPES,
     ULP,
+    UNITS,
     assert_close,
     ints,
     normal,
@@ -56,16 +57,17 @@ def run_experts(e, ids, block, host="cpu", prefix=""):
     """Returns act [T, k, W] and down [T, k, H] in (token, slot) order."""
     tokens, k = ids.shape
     order, offsets, bmap = routing_tables(ids, e.count, block)
-    file = "moe_gemm_nax" if prefix else "moe_gemm"
+    suffix, columns, threads = UNITS[prefix]
+    file, group_size = "moe_gemm" + suffix, (threads[block], 1, 1)
     act = np.zeros((ids.size, e.width), np.uint16)
     p = ints(ids.size, e.width, e.hidden, k, 1)
     buffers = [e.x, *e.gate[:3], *e.up[:3], order, offsets, bmap, act, p]
-    grid = (e.width // 32, len(bmap), 1)
-    run(file, f"{prefix}moe_gate_up_{e.a}_m{block}", buffers, grid, THREADS, host, e.constants)
+    grid = (-(-e.width // (columns // 2)), len(bmap), 1)
+    run(file, f"{prefix}moe_gate_up_{e.a}_m{block}", buffers, grid, group_size, host, e.constants)
     down = np.full((ids.size, e.hidden), np.nan, np.float32)
     buffers = [act, *e.down[:3], order, offsets, bmap, down, ints(e.hidden, e.width)]
-    grid = (-(-e.hidden // 64), len(bmap), 1)
-    run(file, f"{prefix}moe_down_{e.a}_m{block}", buffers, grid, THREADS, host, e.constants)
+    grid = (-(-e.hidden // columns), len(bmap), 1)
+    run(file, f"{prefix}moe_down_{e.a}_m{block}", buffers, grid, group_size, host, e.constants)
     unsorted = np.zeros_like(act)
     unsorted[order] = act
     return unsorted.reshape(tokens, k, -1), down.reshape(tokens, k, -1)

@@ -6,6 +6,7 @@ import pytest
 from tests.kernels.prefill.harness import (
     TYPES,
     ULP,
+    UNITS,
     assert_close,
     ints,
     normal,
@@ -42,9 +43,10 @@ def gemm(
     y = np.zeros((rows, n), np.uint16 if output == "A" else np.float32)
     kernel = f"{prefix}qgemm_{a}_{a if output == 'A' else 'fp32'}_m{block}"
     buffers = [x, w, s, b, h, y, ints(rows, n, k, residual)]
-    grid = (-(-n // 64), -(-rows // block), 1)
-    file = "qgemm_nax" if prefix else "qgemm"
-    run(file, kernel, buffers, grid, THREADS, host, constants(nbits, group))
+    suffix, columns, threads = UNITS[prefix]
+    grid = (-(-n // columns), -(-rows // block), 1)
+    group_size = (threads[block], 1, 1)
+    run("qgemm" + suffix, kernel, buffers, grid, group_size, host, constants(nbits, group))
     want = product(x, full, a)
     if residual:
         want = values(h, a) + want
@@ -112,10 +114,11 @@ def multi(a, rows, sizes, k, output="A", block=32, host="cpu", prefix=""):
         wanted.append(product(x, full, a))
         outs.append(y)
     kernel = f"{prefix}qgemm_multi_{a}_{a if output == 'A' else 'fp32'}_m{block}"
-    grid = (sum(-(-n // 64) for n in sizes), -(-rows // block), 1)
-    file = "qgemm_nax" if prefix else "qgemm"
+    suffix, columns, threads = UNITS[prefix]
+    grid = (sum(-(-n // columns) for n in sizes), -(-rows // block), 1)
     p = ints(rows, k, *sizes)
-    run(file, kernel, [*buffers, p], grid, THREADS, host, constants(4, 64))
+    group_size = (threads[block], 1, 1)
+    run("qgemm" + suffix, kernel, [*buffers, p], grid, group_size, host, constants(4, 64))
     for n, y, want in zip(sizes, outs, wanted, strict=True):
         if n:
             got = values(y, a) if output == "A" else y

@@ -7,8 +7,7 @@ import sys
 
 ROUTINES = {
     "model": "prefill and decode tok/s of lily and stock, with their ratio, on a whole model",
-    "gpu": "decode on an NVIDIA GPU at the 35B shapes, and each kernel of a step by itself",
-    "gpu_prefill": "prefill on an NVIDIA GPU at the 35B shapes, lily against stock",
+    "gpu": "an NVIDIA GPU at the 35B shapes: decode, prefill, every kernel, checks, against stock",
     "gpu_gemm": "the GEMMs of prefill alone on an NVIDIA GPU, in several blocks",
     "layers": "time and error of each layer primitive against stock's module and float32",
     "ledger": "dispatches, levels and bytes of a token and of a prefill chunk, counted",

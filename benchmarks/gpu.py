@@ -1,16 +1,28 @@
-"""`python -m benchmarks gpu`: decode on an NVIDIA GPU at the shapes of Qwen3.6-35B-A3B.
+"""`python -m benchmarks gpu`: an NVIDIA GPU at the shapes of Qwen3.6-35B-A3B, in one command.
 
-Lily and stock mlx-lm hold the same random weights and alternate in one process, at contexts whose
-caches are filled with random values. Greedy, one sequence. Then each kernel of a step by itself:
-its time, the bytes that it declares, and their ratio to the card's copy rate of the same run.
+Lily and stock mlx-lm hold the same random 4-bit weights and alternate in one process, one sequence,
+greedy. The parts, in this order, each printed as it goes and kept in the result file at once:
+
+  checks   64 greedy tokens of the bundled model against the CPU's; logits against stock's, forced
+           token by token, on the bundled model and at these shapes; a repeated prompt, bit for bit
+  kernels  each kernel of a decode step by itself: time, floor (its bytes at the rate of a copy in
+           the same run), and their sum against the step's measured time
+  layers   milliseconds of each layer of a prefill chunk, and of its parts
+  decode   tokens a second from caches filled with random values
+  prefill  tokens a second of a prompt, in chunks of 2048, until its first token is there
+  raised   stock again, alone in a process with MLX_MAX_OPS_PER_BUFFER=1000 and
+           MLX_MAX_MB_PER_BUFFER=4000; ratios are to the better of its two rates
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,10 +35,16 @@ from mlx_lm.models import qwen3_5_moe
 from mlx_lm.models.cache import KVCache
 
 import lily_mlx
-from benchmarks import ledger
-from lily_mlx import _ext, decode, ptx, trace
+from benchmarks import common, gpu_checks, gpu_layers, gpu_report, ledger
+from lily_mlx import _ext, compare, decode, ptx, trace
 from lily_mlx import kernels as metal
 
+PARTS = ("checks", "kernels", "layers", "decode", "prefill", "raised")
+STEPS = {"lily": decode.generate_step, "stock": stock_step}
+# Prompts up to these lengths are run once before they are timed.
+LILY_WARM, STOCK_WARM = 4096, 1024
+LAYER_ROWS = (512, 2048)
+RAISED_SECONDS = 60  # loading, and the first compilation of stock's kernels
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -87,11 +105,9 @@ def step_us(model: nn.Module, context: int, tokens: int = 40) -> float:
     return best
 
 
-def run_sweep(model: nn.Module, folder: Path | None) -> dict[str, Any]:
+def run_sweep(model: nn.Module) -> dict[str, Any]:
     """What each way to run a label does to the whole step: kernels overlap, so that their own times
     do not add up. In microseconds; less than 0 is better than the default."""
-    if folder:
-        ptx.register(_ext.cuda_add_kernel, folder)
     report: dict[str, Any] = {}
     for context, sweep in sweeps():
         _ext.set_cuda_decode_options(ptx.NVIDIA)
@@ -139,13 +155,13 @@ def random_weights(model: nn.Module) -> None:
     model.eval()
 
 
-def caches_at(model: nn.Module, context: int) -> list[Any]:
-    """Caches that hold `context` tokens of random keys, values and states."""
+def caches_at(model: nn.Module, context: int, rows: int | None = None) -> list[Any]:
+    """Caches that hold `context` tokens of random keys, values and states, of `rows` rows."""
+    rows = rows or (context + 512) // 256 * 256
     caches = model.make_cache()
     args = model.language_model.args
     for cache, layer in zip(caches, model.layers, strict=True):
         if isinstance(cache, KVCache):
-            rows = (context + 512) // 256 * 256
             shape = (1, args.num_key_value_heads, rows, args.head_dim)
             cache.keys = mx.random.normal(shape).astype(mx.bfloat16)
             cache.values = mx.random.normal(shape).astype(mx.bfloat16)
@@ -169,37 +185,38 @@ def decode_rate(step: Any, model: nn.Module, context: int, tokens: int) -> tuple
     return tokens / (time.perf_counter() - start), out
 
 
+def prefill_rate(step: Any, model: nn.Module, length: int) -> tuple[float, mx.array]:
+    """(tokens a second of a prompt until its first token is there, that token's logits)."""
+    mx.random.seed(length)
+    ids = mx.random.randint(0, model.language_model.args.vocab_size, (length,))
+    mx.eval(ids)
+    mx.clear_cache()
+    mx.synchronize()
+    start = time.perf_counter()
+    generator = step(ids, model, max_tokens=1)
+    _, logprobs = next(generator)
+    seconds = time.perf_counter() - start
+    mx.eval(logprobs)
+    generator.close()
+    return length / seconds, logprobs
+
+
 def kernels(model: nn.Module, context: int, rate: float) -> list[dict[str, Any]]:
-    """Each kernel of one step: dispatches, time, declared bytes, floor at `rate`, time over it."""
+    """Each kernel of one step, timed by itself, against its bytes at `rate` bytes a second."""
+    choice = model.language_model.decode_plan().choice
+    if not choice:
+        raise ValueError(f"the decode step does not run here: {choice.reason}")
     caches = caches_at(model, context)
     for token in (1, 2, 3):
         mx.eval(model(mx.array([[token]]), cache=caches))
     session = caches[0]._loan[0]
-    report = lily_mlx.trace(model, "decode", context=context + 3).to_json()
-    labels: dict[str, int] = {}
-    for d in json.loads(report)["dispatches"] if isinstance(report, str) else report["dispatches"]:
-        labels[d["label"]] = labels.get(d["label"], 0) + d["read"] + d["written"]
-    rows = []
-    for label, count, seconds in session.state.profile():
-        floor = labels[label] / rate
-        rows.append({"label": label, "dispatches": count, "us": seconds * 1e6 / count,
-                     "total_us": seconds * 1e6, "bytes": labels[label],
-                     "floor_us": floor * 1e6,
-                     "over_floor": seconds / floor if floor else None})  # fmt: skip
-    return rows
-
-
-def teacher_forced(ours: nn.Module, stock: nn.Module, count: int = 16) -> dict[str, float]:
-    """Largest difference of the two engines' logits over the largest logit, and agreeing top-1."""
-    ids = mx.random.randint(0, 248320, (count,))
-    a, b = ours.make_cache(), stock.make_cache()
-    worst = same = 0.0
-    for i in range(count):
-        x, y = ours(ids[i].reshape(1, 1), cache=a)[0, 0], stock(ids[i].reshape(1, 1), cache=b)[0, 0]
-        y = y.astype(mx.float32)
-        worst = max(worst, (mx.abs(x - y).max() / mx.abs(y).max()).item())
-        same += (mx.argmax(x) == mx.argmax(y)).item()
-    return {"largest_difference": worst, "same_top_1": same / count}
+    moved: dict[str, int] = {}
+    for d in lily_mlx.trace(model, "decode", context=context + 3).dispatches:
+        moved[d["label"]] = moved.get(d["label"], 0) + d["read"] + d["written"]
+    return [
+        gpu_report.kernel_row(label, count, seconds, moved[label], rate)
+        for label, count, seconds in session.state.profile()
+    ]
 
 
 def both_models() -> tuple[nn.Module, nn.Module]:
@@ -216,103 +233,314 @@ def both_models() -> tuple[nn.Module, nn.Module]:
     return ours, stock
 
 
-def bundled_greedy() -> dict[str, Any]:
-    """64 greedy tokens of the bundled model, token by token, against those of the CPU reference."""
-    from lily_mlx.loading import load
+def forced_from_caches(ours: nn.Module, stock: nn.Module, context: int = 5000) -> dict[str, float]:
+    """Logits of the two engines after the same random caches: every KV head and row counts."""
+    found = gpu_checks.teacher_forced(ours, stock, caches_of=lambda m: caches_at(m, context))
+    return {**found, "context": context}
 
-    golden = json.loads(
-        (Path(__file__).parent.parent / "tests/goldens/bundled_greedy.json").read_text()
+
+class Clock:
+    """The time that a run may take: a cell that would not fit is left out, and named."""
+
+    def __init__(self, seconds: float):
+        self.end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+
+class Run:
+    """One run's models, settings and result; the file is written after every row."""
+
+    def __init__(self, arguments: argparse.Namespace, report: dict[str, Any]):
+        self.arguments, self.report = arguments, report
+        self.clock = Clock(arguments.seconds)
+        self.models: dict[str, nn.Module] = {}
+        report["left_out"] = []
+
+    def save(self) -> None:
+        if self.arguments.output:
+            text = json.dumps(self.report, indent=1) + "\n"
+            compare.write_atomically(self.arguments.output, text)
+
+    def load(self) -> None:
+        """Both models' weights; `models` holds the engines that are measured."""
+        ours, stock = both_models()
+        for name, model in (("lily", ours), ("stock", stock)):
+            if self.arguments.engine in ("both", name):
+                self.models[name] = model
+        self.report["weights_gb"] = mx.get_active_memory() / 1e9
+        if "lily" in self.models:
+            self.report["choice"] = str(ours.language_model.decode_plan().choice)
+            say(f"decode step: {self.report['choice']}")
+
+    def order(self, turn: int) -> list[str]:
+        names = list(self.models)
+        return names if turn % 2 == 0 else names[::-1]
+
+    def leave_out(self, part: str, engine: str, context: int, why: str) -> None:
+        cell = {"part": part, "engine": engine, "context": context, "why": why}
+        self.report["left_out"].append(cell)
+        say(f"left out: {gpu_report.left_out_text(cell)}")
+
+    def fits(self, part: str, engine: str, context: int, estimate: float) -> bool:
+        """Whether a cell fits the time that is left; if not, it is named."""
+        if estimate <= self.clock.left():
+            return True
+        self.leave_out(part, engine, context, f"about {estimate:.0f} s, with "
+                       f"{max(self.clock.left(), 0):.0f} s of --seconds left")  # fmt: skip
+        return False
+
+    def put(
+        self, part: str, context: int, rates: dict[str, list[float]], equal: list[bool]
+    ) -> None:
+        """Add a row: medians, and every sample; `equal` compares lily's later runs to its first."""
+        row: dict[str, Any] = {gpu_report.ROWS[part]: context}
+        row |= {name: statistics.median(r) for name, r in rates.items() if r}
+        row |= {"repeatable": all(equal) if equal else None, "samples": rates}
+        gpu_report.put_row(self.report, part, row)
+        row = next(r for r in self.report[part] if r[gpu_report.ROWS[part]] == context)
+        say(gpu_report.rows_text(part, row))
+        self.save()
+
+    def decode(self) -> None:
+        a = self.arguments
+        tokens = {"lily": a.tokens, "stock": a.stock_tokens}
+        spent = dict.fromkeys(self.models, 0.0)
+        say(f"\ndecode, caches filled with random values\n{gpu_report.rows_heading('decode')}")
+        for i, context in enumerate(a.contexts):
+            rates: dict[str, list[float]] = {name: [] for name in self.models}
+            runs: list[list[int]] = []
+            skipped = {n for n in self.models if not self.fits("decode", n, context, spent[n])}
+            for turn in range(a.rounds):
+                for name in self.order(turn + i):
+                    if name in skipped:
+                        continue
+                    mx.random.seed(context)
+                    begin = time.monotonic()
+                    rate, out = decode_rate(STEPS[name], self.models[name], context, tokens[name])
+                    spent[name] = a.rounds * (time.monotonic() - begin)
+                    rates[name].append(rate)
+                    if name == "lily":
+                        runs.append(out)
+            if any(rates.values()):
+                self.put("decode", context, rates, [r == runs[0] for r in runs[1:]])
+            mx.clear_cache()
+
+    def prefill(self) -> None:
+        say(f"\nprefill, until the first token\n{gpu_report.rows_heading('prefill')}")
+        warm = {"lily": LILY_WARM, "stock": STOCK_WARM}
+        pace = dict.fromkeys(self.models, 0.0)  # seconds a token, of the run before
+        for i, length in enumerate(self.arguments.lengths):
+            rates: dict[str, list[float]] = {name: [] for name in self.models}
+            logits: list[mx.array] = []
+            # Attention's share grows with the length.
+            planned = {n for n in self.models if self.prefills(n, length, 1.5 * pace[n] * length)}
+            for turn in range(self.arguments.rounds):
+                for name in self.order(turn + i):
+                    long = length > warm[name]
+                    if name not in planned or (turn > 0 and self.once(name, long, pace, length)):
+                        continue
+                    step, model = STEPS[name], self.models[name]
+                    if turn == 0 and (not long or i == 0):
+                        prefill_rate(step, model, min(length, warm[name]))
+                    rate, last = prefill_rate(step, model, length)
+                    rates[name].append(rate)
+                    pace[name] = 1 / rate
+                    if name == "lily":
+                        logits.append(last)
+            if any(rates.values()):
+                equal = [mx.array_equal(logits[0], other).item() for other in logits[1:]]
+                self.put("prefill", length, rates, equal)
+
+    def prefills(self, name: str, length: int, estimate: float) -> bool:
+        """Whether a prompt is run at all; if not, it is named."""
+        most = self.arguments.stock_up_to
+        if name == "stock" and length > most:
+            why = f"above --stock-up-to {most:,}: its DeltaNet runs token by token here"
+            self.leave_out("prefill", name, length, why)
+            return False
+        return self.fits("prefill", name, length, estimate)
+
+    def once(self, name: str, long: bool, pace: dict[str, float], length: int) -> bool:
+        """Whether one run of a prompt must do: stock's long ones, and what no longer fits."""
+        return (name == "stock" and long) or pace[name] * length > self.clock.left()
+
+    def kernels(self) -> None:
+        ours = self.models["lily"]
+        rate = _ext.cuda_copy_rate()
+        self.report["copy_tb_s"] = rate / 1e12
+        say(f"\ncopy rate {rate / 1e12:.2f} TB/s")
+        for context in self.arguments.kernels_at:
+            step = decode_rate(STEPS["lily"], ours, context, self.arguments.tokens)[0]
+            self.report[f"kernels_{context}"] = kernels(ours, context, rate)
+            self.report[f"step_{context}"] = {"us": 1e6 / step}
+            say(gpu_report.kernels_text(self.report, context))
+            self.save()
+            mx.clear_cache()
+
+    def layers(self) -> None:
+        ours, rows = self.models["lily"], LAYER_ROWS
+        self.report["layers"] = {n: gpu_layers.layer_times(ours, n) for n in rows}
+        say("\n" + "\n".join(gpu_layers.served(ours)))
+        say(f"{'ms of a chunk of':20}" + "".join(f"{n:>10,}" for n in rows))
+        for name in self.report["layers"][rows[0]]:
+            times = "".join(f"{self.report['layers'][n][name]:10.3f}" for n in rows)
+            say(f"{name:20}{times}")
+        self.save()
+
+    def checks(self) -> None:
+        for name, check in (
+            ("bundled_greedy", gpu_checks.bundled_greedy),
+            ("bundled_forced", gpu_checks.bundled_forced),
+        ):
+            self.check(name, check())
+        ours, stock = self.models["lily"], self.models.get("stock")
+        self.check("repeated", gpu_checks.repeated(ours))
+        if stock is not None:
+            self.check("teacher_forced", gpu_checks.teacher_forced(ours, stock))
+            self.check("forced_from_caches", forced_from_caches(ours, stock))
+            self.check("prompt", gpu_checks.prompt(ours, stock))
+
+    def check(self, name: str, result: dict[str, Any]) -> None:
+        self.report[name] = result
+        say(f"{name}: {result}")
+        self.save()
+
+    def raised(self) -> None:
+        """Stock alone in a process of its own, since MLX reads these limits when it starts."""
+        a = self.arguments
+        left = self.clock.left() - 5
+        if left < RAISED_SECONDS:
+            why = f"needs a process and {RAISED_SECONDS} s or more; {max(left, 0):.0f} s are left"
+            for context in a.raised:
+                self.leave_out("decode", "stock_raised", context, why)
+            return
+        settings = " ".join(f"{k}={v}" for k, v in gpu_report.RAISED.items())
+        say(f"\nstock alone, with {settings}")
+        mx.clear_cache()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "stock.json"
+            words = [
+                "--engine", "stock", "--only", "decode", "prefill",
+                "--contexts", *map(str, a.raised),
+                "--lengths", *map(str, [n for n in a.raised if n <= a.stock_up_to] or a.raised[:1]),
+                "--stock-up-to", str(a.stock_up_to), "--stock-tokens", str(a.stock_tokens),
+                "--rounds", str(a.rounds), "--seconds", str(left), "--output", str(path),
+            ]  # fmt: skip
+            done = run_again(words, gpu_report.RAISED)
+            if not path.exists():
+                raise RuntimeError(
+                    f"stock alone, with {settings}, ended with {done} and no result."
+                )
+            gpu_report.add_raised(self.report, json.loads(path.read_text()))
+        self.save()
+
+
+def run_again(words: list[str], environment: dict[str, str]) -> int:
+    """This command in a child process with other environment variables; its exit status."""
+    command = [sys.executable, "-m", "benchmarks", "gpu", *words]
+    return subprocess.run(command, env=os.environ | environment, cwd=common.ROOT).returncode
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def numbers(
+    parser: argparse.ArgumentParser, name: str, default: tuple[int, ...], what: str
+) -> None:
+    shown = " ".join(map(str, default))
+    parser.add_argument(
+        name, type=int, nargs="+", default=list(default), metavar="N", help=f"{what} ({shown})"
     )
-    model, _ = load(str(lily_mlx.BUNDLED_MODEL))
-    text_model, caches = model.language_model, model.make_cache()
-    token, out = None, []
-    for i in golden["prompt"]:
-        token, _ = decode.step(text_model, mx.array([[i]]), caches)
-    for _ in golden["greedy"]:
-        out.append(token.item())
-        token, _ = decode.step(text_model, token, caches)
-    same = [a == b for a, b in zip(out, golden["greedy"], strict=True)]
-    return {"equal": all(same), "first_difference": None if all(same) else same.index(False)}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART",
+                        help=f"what to run, of {', '.join(PARTS)} (all)")  # fmt: skip
+    parser.add_argument("--engine", choices=("both", "lily", "stock"), default="both")
+    numbers(parser, "--contexts", CONTEXTS, "decode: tokens in the caches")
+    numbers(parser, "--lengths", CONTEXTS, "prefill: tokens of the prompt")
+    numbers(parser, "--kernels-at", (256, 131072), "contexts whose kernels are timed one by one")
+    numbers(parser, "--raised", (256, 4096, 32768), "contexts of stock with its limits raised")
+    parser.add_argument("--stock-up-to", type=int, default=4096, metavar="N",
+                        help="longest prompt of stock's prefill (%(default)s)")  # fmt: skip
+    parser.add_argument("--tokens", type=int, default=64, help="lily decodes (%(default)s)")
+    parser.add_argument("--stock-tokens", type=int, default=16, help="stock decodes (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of a cell (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=540, metavar="S",
+                        help="leave out what would take longer in all (%(default)s)")  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="FILE",
+                        help="the result (benchmarks/results/gpu-35b-DEVICE.json)")  # fmt: skip
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE",
+                        help="measure nothing: join these results into --output")  # fmt: skip
+    parser.add_argument("--sweep", action="store_true", help="time other splits and tiles instead")
+    parser.add_argument("--ptx", type=Path, help="a folder of PTX beside the package's")
+    parser.add_argument("--build", action="store_true", help="compile them into --ptx; no GPU used")
+    return parser
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
-    parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--stock-tokens", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--no-stock", action="store_true")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--sweep", action="store_true", help="time other splits and tiles instead")
-    parser.add_argument("--ptx", type=Path, help="a folder with the kernels of --sweep")
-    parser.add_argument("--build", action="store_true", help="compile them into --ptx; no GPU used")
+    parser = make_parser()
     arguments = parser.parse_args(argv)
+    if arguments.rounds < 1 or arguments.tokens < 1 or arguments.stock_tokens < 1:
+        parser.error("--rounds, --tokens and --stock-tokens are 1 or more")
     if arguments.build:
         if not arguments.ptx:
             parser.error("--build needs --ptx FOLDER, where the kernels go")
         build_sweep(arguments.ptx)
         return
+    if arguments.merge:
+        if not arguments.output:
+            parser.error("--merge needs --output FILE, where the joined result goes")
+        report = gpu_report.merged([json.loads(path.read_text()) for path in arguments.merge])
+        compare.write_atomically(arguments.output, json.dumps(report, indent=1) + "\n")
+        say(gpu_report.text(report))
+        return
+    needs_lily = sorted({"kernels", "layers", "checks"} & set(arguments.only))
+    if arguments.engine == "stock":
+        if set(arguments.only) == set(PARTS):
+            arguments.only = ["decode", "prefill"]
+        elif needs_lily:
+            parser.error(f"--only {needs_lily[0]} needs lily; leave --engine stock out")
     if mx.default_device().type != mx.DeviceType.gpu:
         sys.exit("python -m benchmarks gpu needs an MLX build with a GPU; see README.md.")
 
+    if arguments.ptx:
+        ptx.register(_ext.cuda_add_kernel, arguments.ptx)
     if arguments.sweep:
         ours = ledger.model()
         random_weights(ours)
-        report = run_sweep(ours, arguments.ptx)
+        report = run_sweep(ours)
         if arguments.output:
-            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+            compare.write_atomically(arguments.output, json.dumps(report, indent=1) + "\n")
         return
 
-    greedy = bundled_greedy()
-    print("bundled model, 64 greedy tokens against the CPU's:", greedy, flush=True)
+    if not arguments.output:
+        arguments.output = common.RESULTS / f"gpu-35b-{common.device_name()}.json"
+    report = common.heading("gpu", argv)
+    report["device"] = mx.device_info().get("device_name")
+    report["mlx"] = mx.__version__
+    report["environment"] = {k: os.environ[k] for k in gpu_report.RAISED if k in os.environ}
+    measure(arguments, report)
+    if arguments.engine != "stock":
+        say("\n" + gpu_report.text(report))
+    say(f"\nWrote {arguments.output}.")
 
-    ours, stock = both_models()
-    report: dict[str, Any] = {"note": "lily alone" if arguments.no_stock else "lily and stock in one run",
-        "bundled_greedy": greedy,
-                              "device": mx.device_info().get("device_name"),
-                              "mlx": mx.__version__, "weights_gb": mx.get_active_memory() / 1e9,
-                              "choice": str(ours.language_model.decode_plan().choice)}  # fmt: skip
-    print(report, flush=True)
-    rate = _ext.cuda_copy_rate()
-    report["copy_tb_s"] = rate / 1e12
-    print(f"copy rate {rate / 1e12:.2f} TB/s", flush=True)
-    if not arguments.no_stock:
-        report["teacher_forced"] = teacher_forced(ours, stock)
-        print("lily against stock, teacher-forced:", report["teacher_forced"], flush=True)
 
-    rows = []
-    print(f"{'context':>8} {'lily tok/s':>11} {'stock tok/s':>12} {'ratio':>6}", flush=True)
-    for i, context in enumerate(arguments.contexts):
-        rates: dict[str, list[float]] = {"lily": [], "stock": []}
-        again: list[list[int]] = []
-        for round_ in range(arguments.rounds):
-            order = ["lily"] if arguments.no_stock else ["lily", "stock"]
-            for name in order if (round_ + i) % 2 == 0 else order[::-1]:
-                mx.random.seed(context)
-                if name == "lily":
-                    r, tokens = decode_rate(decode.generate_step, ours, context, arguments.tokens)
-                    again.append(tokens)
-                else:
-                    r, _ = decode_rate(stock_step, stock, context, arguments.stock_tokens)
-                rates[name].append(r)
-        row = {"context": context, "repeatable": all(t == again[0] for t in again)}
-        row |= {name: statistics.median(r) for name, r in rates.items() if r}
-        rows.append(row)
-        s = row.get("stock")
-        print(f"{context:8} {row['lily']:11.1f} {s or 0:12.1f} {row['lily'] / s if s else 0:6.1f} "
-              f"{'' if row['repeatable'] else 'NOT REPEATABLE'}", flush=True)  # fmt: skip
-    report["decode"] = rows
-    for context in (256, 131072) if 131072 in arguments.contexts else arguments.contexts[:1]:
-        table = kernels(ours, context, rate)
-        report[f"kernels_{context}"] = table
-        print(
-            f"\none step at {context}: {'kernel':>18} {'n':>4} {'us':>8} {'total':>8} {'floor':>8} "
-            f"{'x':>6}"
-        )
-        for r in sorted(table, key=lambda r: -r["total_us"]):
-            print(f"{r['label']:>36} {r['dispatches']:4} {r['us']:8.2f} {r['total_us']:8.1f} "
-                  f"{r['floor_us']:8.1f} {r['over_floor'] or 0:6.2f}")  # fmt: skip
-        print(f"{'sum':>36} {'':4} {'':8} {sum(r['total_us'] for r in table):8.1f} "
-              f"{sum(r['floor_us'] for r in table):8.1f}", flush=True)  # fmt: skip
-    if arguments.output:
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Run the parts that are asked for, in the order of PARTS."""
+    run = Run(arguments, report)
+    if set(arguments.only) != {"raised"}:
+        run.load()
+    for part in PARTS:
+        if part in arguments.only and not (part == "raised" and arguments.engine == "lily"):
+            getattr(run, part)()
+    report["targets"] = gpu_report.targets(report)
+    run.save()

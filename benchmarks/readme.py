@@ -1,8 +1,8 @@
 """Write the figures of results/ into README.md: `python -m benchmarks readme`.
 
 Everything between the two markers of README.md is replaced by what the result files say, and
-docs/compare.png is drawn from the whole-model result. `--check` changes nothing and fails when
-README.md does not say what the files say.
+docs/compare.png is drawn from the whole-model result, docs/gpu.png from the newest of a GPU.
+`--check` changes nothing and fails when README.md does not say what the files say.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import common
+from benchmarks import common, gpu_plot, gpu_report
 from lily_mlx import compare, plot
 from lily_mlx.cli import _common
 from lily_mlx.machine import busy, one_line
@@ -21,6 +21,7 @@ BEGIN = "<!-- begin figures: written by `python -m benchmarks readme` -->"
 END = "<!-- end figures -->"
 PICTURE_OF = "model-bundled-cpu.json"
 PICTURE = "docs/compare.png"
+GPU_PICTURE = "docs/gpu.png"
 
 
 def markdown_table(header: list[str], lines: list[list[str]]) -> str:
@@ -148,6 +149,120 @@ def _decode(result: dict[str, Any]) -> str:
     return "\n\n".join([table, words, markdown_table(header, rows), floor])
 
 
+def _gpu_rates(result: dict[str, Any]) -> str:
+    """Decode and prefill by length; a column that no row fills is left away."""
+    columns = []
+    for part in gpu_report.ROWS:
+        for name in ("lily", "stock", "stock_raised", "ratio"):
+            if any(row.get(name) for row in result.get(part, [])):
+                columns.append((part, name))
+    by_length: dict[int, dict[str, dict[str, Any]]] = {}
+    for part, key in gpu_report.ROWS.items():
+        for row in result.get(part, []):
+            by_length.setdefault(row[key], {})[part] = row
+    lines = []
+    for length in sorted(by_length):
+        line = [f"{length:,}"]
+        for part, name in columns:
+            value = by_length[length].get(part, {}).get(name)
+            line.append(_ratio(value) if name == "ratio" else compare.number(value))
+        lines.append(line)
+    names = [f"{part} {name.replace('_', ', ')}" for part, name in columns]
+    return markdown_table(["tokens", *names], lines)
+
+
+def _gpu_words(result: dict[str, Any]) -> str:
+    """What the table's numbers are, what was left out, and what was checked."""
+    words = ["Tokens a second; one sequence, greedy."]
+    if result.get("decode"):
+        words.append("Decode: caches filled with random values.")
+    if result.get("prefill"):
+        words.append("Prefill: chunks of 2,048, until the first token.")
+    if any(r.get("stock_raised") for part in gpu_report.ROWS for r in result.get(part, [])):
+        setting = " ".join(f"{k}={v}" for k, v in gpu_report.RAISED.items())
+        words.append(f"Raised: stock with `{setting}`; ratios are to the better of its rates.")
+    cells: dict[tuple[str, str, str], list[int]] = {}
+    for x in result.get("left_out", []):
+        cells.setdefault((x["part"], x["engine"], x["why"]), []).append(x["context"])
+    for (part, engine, why), lengths in cells.items():
+        at = ", ".join(f"{n:,}" for n in lengths)
+        words.append(f"Left out: {part} of {engine.replace('_', ', ')} at {at} ({why}).")
+    rows = [r for part in gpu_report.ROWS for r in result.get(part, [])]
+    runs = [r["repeatable"] for r in rows if r.get("repeatable") is not None]
+    if runs:
+        words.append(
+            "Repeated runs are equal to the bit."
+            if all(runs)
+            else f"**{runs.count(False)} of {len(runs)} repeated runs differ.**"
+        )
+    where = {"teacher_forced": "token by token", "forced_from_caches": "from filled caches",
+             "prompt": "as a prompt",
+             "bundled_forced": "on the bundled model"}  # fmt: skip
+    forced = [
+        f"{result[name]['largest_difference']:.1e} {how} (same top-1 in "
+        f"{result[name]['same_top_1']:.0%})"
+        for name, how in where.items()
+        if name in result
+    ]
+    if forced:
+        words.append(
+            "Logits on the same tokens differ from stock's by at most, of the largest logit: "
+            + ", ".join(forced) + "."
+        )  # fmt: skip
+    if "bundled_greedy" in result:
+        words.append(
+            "64 greedy tokens of the bundled model equal those of the CPU reference."
+            if result["bundled_greedy"]["equal"]
+            else "**Greedy tokens of the bundled model differ from the CPU's.**"
+        )
+    missed = [t["what"] for t in gpu_report.targets(result) if not t["met"]]
+    if missed:
+        words.append(f"Missed of what this project wants: {'; '.join(missed)}.")
+    return " ".join(words)
+
+
+def _gpu_kernels(result: dict[str, Any], context: int) -> str:
+    kernels = sorted(result[f"kernels_{context}"], key=lambda r: -r["total_us"])
+    rows = [
+        [
+            r["label"],
+            str(r["dispatches"]),
+            f"{r['us']:.1f}",
+            f"{r['total_us']:.0f}",
+            f"{r['floor_us']:.0f}",
+            compare.number(r["over_floor"]) if r["floor_us"] >= 0.5 else "-",
+            f"{r['share_of_copy']:.0%}",
+        ]
+        for r in kernels
+    ]
+    total, floor = (sum(r[k] for r in kernels) for k in ("total_us", "floor_us"))
+    count = str(sum(r["dispatches"] for r in kernels))
+    rows.append(["all", count, "", f"{total:.0f}", f"{floor:.0f}", compare.number(total / floor),
+                 f"{floor / total:.0%}"])  # fmt: skip
+    step = result.get(f"step_{context}")
+    if step:
+        rows.append(["the step, measured", "", "", f"{step['us']:.0f}", "", "", ""])
+    header = [f"kernel (a step at {context:,} tokens)", "n", "us each", "us", "floor us",
+              "times floor", "of copy rate"]  # fmt: skip
+    lost = [
+        f"{r['label']} ({r['total_us'] - r['floor_us']:.0f} us)" for r in gpu_report.worst(kernels)
+    ]
+    words = f"Farthest above their floors in a step: {', '.join(lost)}."
+    return markdown_table(header, rows) + "\n\n" + words
+
+
+def _gpu(result: dict[str, Any]) -> str:
+    parts = [_gpu_rates(result), _gpu_words(result)]
+    contexts = gpu_report.contexts_of_kernels(result)
+    parts += [_gpu_kernels(result, context) for context in contexts]
+    if contexts:
+        parts.append(
+            f"Floor: declared bytes at the {result['copy_tb_s']:.2f} TB/s of a copy in the same "
+            "run; each kernel is timed by itself, all its dispatches of a step in a row."
+        )
+    return "\n\n".join(parts)
+
+
 TITLES = {
     "model": (_model, "Speed of the whole model"),
     "layers": (_layers, "Layer primitives"),
@@ -168,15 +283,34 @@ def figures(folder: Path) -> str:
                 f"{result['date']}{_load(result)}):\n\n{write(result)}\n\n"
                 f"    {result['command']}"
             )
-    for result in (r for r in results if "bundled_greedy" in r):
+    for result in gpu_results(results):
+        picture = ""
+        if result is gpu_results(results)[-1]:
+            what = "Decode and prefill, lily_mlx and stock mlx-lm, by length"
+            picture = f"![{what}]({GPU_PICTURE})\n\n"
+        commands = dict.fromkeys(result.get("commands", [result["command"]]))
+        parts.append(
+            f"**{result['device']} at the shapes of Qwen3.6-35B-A3B** (random 4-bit weights, "
+            f"{result['weights_gb']:.1f} GB; mlx {result['versions']['mlx']}, mlx-lm "
+            f"{result['versions']['mlx-lm']}; {result['date']}):\n\n{picture}{_gpu(result)}\n\n"
+            + "\n".join(f"    {c}" for c in commands)
+        )
+    # Results from before the command did all of this.
+    for result in (r for r in results if "bundled_greedy" in r and "routine" not in r):
         parts.append(
             f"**Decode at the shapes of Qwen3.6-35B-A3B** (random 4-bit weights, "
-            f"{result['weights_gb']:.1f} GB; {result['device']}; mlx {result['mlx']}; {result['note']}):\n\n"
-            f"{_decode(result)}\n\n    python -m benchmarks gpu"
+            f"{result['weights_gb']:.1f} GB; {result['device']}; mlx {result['mlx']}; "
+            f"{result['note']}):\n\n{_decode(result)}\n\n    python -m benchmarks gpu"
         )
     if not parts:
         raise ValueError(f"No results in {folder}: run `python -m benchmarks model` first.")
     return "\n\n".join(parts)
+
+
+def gpu_results(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of `python -m benchmarks gpu`, the oldest first."""
+    found = [r for r in results if r.get("routine") == "gpu" and "weights_gb" in r]
+    return sorted(found, key=lambda r: r["date"])
 
 
 def renewed(readme: str, block: str) -> str:
@@ -214,6 +348,9 @@ def main(given: list[str]) -> None:
             print(plot.MISSING)
         else:
             plot.plot(json.loads(source.read_text()), common.ROOT / PICTURE)
+            files = sorted(common.RESULTS.glob("*.json"))
+            for result in gpu_results([json.loads(path.read_text()) for path in files])[-1:]:
+                gpu_plot.plot(result, common.ROOT / GPU_PICTURE)
         print("README.md says what benchmarks/results says.")
 
     common.guarded("readme", body, arguments.traceback)

@@ -136,22 +136,30 @@ def product(w: Weight, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
+def rounding_excess(
+    got: np.ndarray, exact: np.ndarray, a: Dtype, size: np.ndarray | float
+) -> tuple[np.ndarray, np.ndarray]:
+    """(error over what is allowed, what is allowed) of each value.
+
+    `exact` after fp32 sums over terms of total magnitude `size` and one rounding to a is allowed.
+    """
+    spacing = a.ulp * 2.0 ** np.floor(np.log2(np.maximum(np.abs(exact), 2.0**-14)))
+    allowed = 0.5 * spacing + np.asarray(size) * 2e-6 + 1e-30
+    return np.nan_to_num(np.abs(got.astype(F64) - exact) / allowed, nan=np.inf), allowed
+
+
 def assert_rounded(
     got: np.ndarray, exact: np.ndarray, a: Dtype, size: np.ndarray | float, what: str = ""
 ) -> None:
-    """got is `exact` after fp32 sums over terms of total magnitude `size` and one rounding to a."""
-    spacing = a.ulp * 2.0 ** np.floor(np.log2(np.maximum(np.abs(exact), 2.0**-14)))
-    allowed = 0.5 * spacing + np.asarray(size) * 2e-6 + 1e-30
-    error = np.abs(got.astype(F64) - exact)
-    bad = ~(error <= allowed)
+    """got is `exact` within `rounding_excess`."""
+    excess, allowed = rounding_excess(got, exact, a, size)
+    bad = ~(excess <= 1)
     if bad.any():
-        i = np.unravel_index(
-            np.argmax(np.where(bad, np.nan_to_num(error / allowed, nan=np.inf), 0)), bad.shape
-        )
+        i = np.unravel_index(np.argmax(np.where(bad, excess, 0)), bad.shape)
         raise AssertionError(
             f"{what}: {bad.sum()} of {bad.size} values off, worst at {i}: got {got[i]!r}, "
             f"want {exact[i]!r}, "
-            f"allowed {allowed[i]:.3g}"
+            f"allowed {np.broadcast_to(allowed, bad.shape)[i]:.3g}"
         )
 
 

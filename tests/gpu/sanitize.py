@@ -1,0 +1,177 @@
+"""NVIDIA's compute-sanitizer over our kernels: the bundled model, briefly, under each tool.
+
+python -m tests.gpu.sanitize [TOOL ...]   memcheck, racecheck, initcheck; a line each
+python -m tests.gpu.sanitize workload     what runs under them, by itself
+
+compute-sanitizer comes with CUDA, or with the package nvidia-cuda-sanitizer-api; --sanitizer names
+it where it is not found. Only kernels of the PTX folder are checked, by their exact names, since
+what MLX's own kernels do is not ours; their writes still count as initialisation. Before memcheck
+a read past a buffer is planted, to show that the tool sees our kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("memcheck", "racecheck", "initcheck")
+FOUND = 9  # the exit status when a tool finds something
+PLANTED = "argmax_final"  # reads a value a thread
+CAPACITY = 1024  # rows of keys and values at which a step is cut into splits another way
+
+
+def entries() -> list[str]:
+    """The names of our kernels as the GPU knows them."""
+    from lily_mlx import ptx
+
+    index = json.loads((ptx.FOLDER / "index.json").read_text())
+    return sorted({entry for _, entry in index.values()})
+
+
+def workload() -> None:
+    """A prompt token by token and as a chunk, decode steps, and caches that grow past a switch."""
+    import mlx.core as mx
+
+    import lily_mlx
+    from benchmarks import gpu
+    from lily_mlx import decode
+
+    model, _ = lily_mlx.load(str(lily_mlx.BUNDLED_MODEL))
+    choice = model.language_model.decode_plan().choice
+    if not choice:
+        sys.exit(f"the decode step does not run here: {choice.reason}")
+    prompt = [(37 * i + 5) % model.language_model.args.vocab_size for i in range(40)]
+
+    def steps(caches: list, token: mx.array, count: int) -> list[int]:
+        out = []
+        for _ in range(count):
+            token, logits = decode.step(model.language_model, token, caches)
+            mx.eval(token, logits)
+            out.append(token.item())
+        return out
+
+    one_by_one = model.make_cache()
+    for i in prompt:
+        last = steps(one_by_one, mx.array([[i]]), 1)
+    chunk = model.make_cache()
+    logits = model(mx.array([prompt]), cache=chunk)
+    mx.eval(logits, [c.state for c in chunk])
+    first = mx.argmax(logits[:, -1:], axis=-1)
+    print("token by token:", last + steps(one_by_one, mx.array([last]), 8))
+    print("as a chunk:    ", [first.item(), *steps(chunk, first, 8)])
+    # The step that outgrows its keys and values cuts them another way.
+    grown = gpu.caches_at(model, CAPACITY - 4, CAPACITY)
+    print("grown caches:  ", steps(grown, mx.array([[7]]), 8))
+
+
+def plant() -> None:
+    """One of our kernels on a buffer that is too short."""
+    import numpy as np
+
+    from lily_mlx import kernels, ptx
+    from metal.host import cuda
+
+    manifest = json.loads((kernels.folder() / "manifest.json").read_text())
+    arguments = next(k["arguments"] for k in manifest if k["kernel"] == PLANTED)
+    index = json.loads((ptx.FOLDER / "index.json").read_text())
+    name = next(file for file, entry in index.values() if entry == PLANTED)
+    given = [bytes(a["size"]) if a["space"] == "constant" and "size" in a else np.zeros(4, np.uint8)
+             for a in sorted(arguments, key=lambda a: a["index"])]  # fmt: skip
+    program = cuda.Program((ptx.FOLDER / name).read_bytes())
+    program.launch(PLANTED, given, (1, 1, 1), (512, 1, 1))
+
+
+def command(sanitizer: str, tool: str, words: list[str], names: list[str]) -> list[str]:
+    """The command line of one tool over this file with `words`."""
+    filters = [word for name in names for word in ("--kernel-name", f"kne={name}")]
+    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20", *filters]
+    if tool == "memcheck":
+        # MLX asks the driver for what it may lack; a failed call of ours raises anyway.
+        options += ["--report-api-errors", "no"]
+    return [sanitizer, *options, sys.executable, "-m", "tests.gpu.sanitize", *words]
+
+
+def summary(output: str) -> str:
+    """The tool's own last word, or its first errors' lines."""
+    found = re.findall(r"={9} ((?:ERROR|RACECHECK) SUMMARY: .*)", output)
+    return found[-1] if found else "no summary"
+
+
+def run(sanitizer: str, tool: str, words: list[str], names: list[str], seconds: float,
+        folder: Path | None) -> tuple[int | None, str]:  # fmt: skip
+    """(exit status or None when it took too long, what it printed)."""
+    try:
+        done = subprocess.run(command(sanitizer, tool, words, names), cwd=ROOT, timeout=seconds,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+        status, raw = done.returncode, done.stdout
+    except subprocess.TimeoutExpired as late:
+        status, raw = None, late.stdout or b""
+    output = raw.decode(errors="replace")
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{tool}-{words[0]}.txt").write_text(output)
+    return status, output
+
+
+def check(sanitizer: str, tool: str, names: list[str], seconds: float, folder: Path | None) -> bool:
+    """Run one tool and print its line; whether it is clean."""
+    begin = time.monotonic()
+    if tool == "memcheck":
+        status, output = run(sanitizer, tool, ["plant"], names, seconds, folder)
+        if status != FOUND:
+            print(f"FAILED memcheck   did not see a planted fault: status {status}, "
+                  f"{summary(output)}\n{output[-2000:]}", flush=True)  # fmt: skip
+            return False
+    status, output = run(sanitizer, tool, ["workload"], names, seconds, folder)
+    took = f"{time.monotonic() - begin:.0f} s"
+    if status == 0:
+        print(f"ok     {tool:10} {summary(output)}, {took}", flush=True)
+        return True
+    why = f"not done in {seconds:.0f} s" if status is None else f"status {status}"
+    print(f"FAILED {tool:10} {summary(output)}, {why}, {took}\n{output[:4000]}", flush=True)
+    return False
+
+
+def main(argv: list[str]) -> None:
+    from metal.host import cuda_tools
+
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu.sanitize",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", nargs="*", metavar="TOOL", help=f"of {', '.join(TOOLS)} (all)")
+    parser.add_argument("--sanitizer", help="the compute-sanitizer to use")
+    parser.add_argument("--seconds", type=float, default=180, help="a tool's limit (%(default)s)")
+    parser.add_argument("--output", type=Path, help="a folder for all that the tools print")
+    arguments = parser.parse_args(argv)
+    if arguments.what == ["workload"]:
+        return workload()
+    if arguments.what == ["plant"]:
+        return plant()
+    unknown = [tool for tool in arguments.what if tool not in TOOLS]
+    if unknown:
+        parser.error(f"there is no tool {unknown[0]!r}; choose of {', '.join(TOOLS)}")
+    sanitizer = arguments.sanitizer or shutil.which("compute-sanitizer")
+    sanitizer = sanitizer or cuda_tools._find("bin/compute-sanitizer")
+    if sanitizer is None:
+        sys.exit("compute-sanitizer is not found; it comes with CUDA or with pip install "
+                 "nvidia-cuda-sanitizer-api, or name it with --sanitizer.")  # fmt: skip
+    names = entries()
+    print(f"{len(names)} kernels under {sanitizer}", flush=True)
+    clean = [
+        check(sanitizer, tool, names, arguments.seconds, arguments.output)
+        for tool in arguments.what or TOOLS
+    ]
+    sys.exit(0 if all(clean) else 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -47,13 +47,6 @@ METAL_FUNC uint pair_of(half x) {
   return uint(as_type<ushort>(x)) * 0x10001u;
 }
 
-METAL_FUNC uint lower_halves(uint a, uint b) {
-  return (a & 0xffffu) | (b << 16);
-}
-METAL_FUNC uint upper_halves(uint a, uint b) {
-  return (a >> 16) | (b & 0xffff0000u);
-}
-
 template <typename A, int TM, int TN>
 struct SyncTile {
   static_assert(TM % 2 == 0 && TN % 2 == 0, "a tile of tensor cores is made of 16 x 16 products");
@@ -93,15 +86,20 @@ struct SyncTile {
       for (int j = 0; j < TN / 2; ++j) {
         nvidia::load_matrices(ws + 16 * j * w_stride + k, b[j]);
       }
+      uint a[2][4];  // the next one is loaded before this one's products
+      if (live > 0) {
+        nvidia::load_matrices(xs + k, a[0]);
+      }
 #pragma clang loop unroll(full)
       for (int i = 0; i < TM / 2; ++i) {
         if (i < live) {
-          uint a[4];
-          nvidia::load_matrices(xs + 16 * i * x_stride + k, a);
+          if (i + 1 < TM / 2) {
+            nvidia::load_matrices(xs + 16 * (i + 1) * x_stride + k, a[(i + 1) % 2]);
+          }
 #pragma clang loop unroll(full)
           for (int j = 0; j < TN; ++j) {
             nvidia::multiply_accumulate(
-                sums[i][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1], A(0.0f));
+                sums[i][j], a[i % 2], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1], A(0.0f));
           }
         }
       }
@@ -135,10 +133,10 @@ METAL_FUNC uint4 dequantize8(uint codes, uint scale, uint bias) {
     pairs[i] = nvidia::fma_pair(code, scale, bias, A(0.0f));
   }
   return uint4(
-      lower_halves(pairs[0], pairs[1]),
-      lower_halves(pairs[2], pairs[3]),
-      upper_halves(pairs[0], pairs[1]),
-      upper_halves(pairs[2], pairs[3]));
+      nvidia::lower_halves(pairs[0], pairs[1]),
+      nvidia::lower_halves(pairs[2], pairs[3]),
+      nvidia::upper_halves(pairs[0], pairs[1]),
+      nvidia::upper_halves(pairs[2], pairs[3]));
 }
 
 template <typename A, int TM, int TN>

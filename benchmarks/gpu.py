@@ -34,101 +34,87 @@ def _tiles(label: str, fields: str, *values: tuple[int, ...]) -> list[dict[str, 
     return [{f"{label}.{f}": v for f, v in zip(fields.split(), row, strict=True)} for row in values]
 
 
-def _products(label: str) -> list[dict[str, int]]:
-    return _tiles(label, "r u simdgroups blocks", (4, 2, 4, 1), (2, 2, 8, 1), (2, 2, 4, 1),
-                  (2, 2, 16, 1), (1, 2, 8, 1), (4, 1, 4, 1), (4, 2, 8, 3), (2, 2, 8, 3),
-                  (4, 2, 8, 1), (4, 2, 2, 1))  # fmt: skip
-
-
-def _outs(label: str) -> list[dict[str, int]]:
-    return _tiles(label, "r u split simdgroups", (1, 4, 1, 4), (1, 2, 2, 8), (1, 1, 4, 8),
-                  (2, 2, 1, 8), (2, 2, 2, 8), (2, 2, 2, 4), (1, 2, 2, 4))  # fmt: skip
+# Ways to run one row of products: depth of a block of rows, loads, simdgroups, blocks a simdgroup.
+def _products(label: str, *values: tuple[int, int, int, int]) -> list[dict[str, int]]:
+    return _tiles(label, "r u simdgroups blocks", *values)
 
 
 def _attention(*values: tuple[int, int, int]) -> list[dict[str, int]]:
     return [{"pack": p, "splits": s, "attention.simdgroups": n} for p, s, n in values]
 
 
-# Label -> other ways to run it; those of different labels are timed in one Program.
-SWEEP: dict[str, list[dict[str, int]]] = {
-    "attention": _attention((4, 32, 4), (4, 64, 4), (4, 99, 4), (4, 128, 4), (4, 66, 2),
-                            (4, 198, 2), (4, 33, 8), (2, 48, 4), (2, 64, 4), (2, 82, 4),
-                            (8, 132, 4), (8, 66, 4), (8, 66, 8), (1, 32, 4))
-    + _tiles("attention merge", "simdgroups", (4,), (16,)),
-    "attention prepare": _tiles("attention prepare", "simdgroups", (2,), (4,)),
-    "delta in": _products("delta in"),
-    "attention in": _products("attention in"),
-    "delta out": _outs("delta out"),
-    "attention out": _outs("attention out"),
-    "router": _tiles("router", "split simdgroups", (4, 4), (2, 8), (2, 4), (1, 4)),
-    "head": _products("head") + _tiles("head", "r u simdgroups blocks", (2, 2, 4, 4), (4, 2, 4, 3)),
-    "experts up": _tiles("experts up", "r u simdgroups", (2, 2, 8), (1, 2, 8), (1, 2, 4),
-                         (1, 2, 16), (2, 1, 8), (2, 2, 2), (4, 1, 8)),
-    "experts down": _tiles("experts down", "lanes r u", (16, 2, 1), (16, 8, 1), (8, 2, 2),
-                           (8, 4, 2), (8, 2, 1)),
-    "delta step": _tiles("delta step", "simdgroups", (8,)),
+# Label -> other ways to run it.
+SWEEP: dict[str, list[dict[str, Any]]] = {
+    "delta in": _products("delta in", (4, 2, 12, 2), (4, 2, 6, 4), (4, 1, 8, 3), (2, 2, 12, 4),
+                          (2, 2, 8, 6), (4, 2, 4, 3), (4, 2, 6, 2), (8, 1, 12, 1), (8, 1, 6, 2),
+                          (8, 1, 6, 1)),
+    "attention in": _products("attention in", (4, 2, 6, 3), (4, 1, 9, 1), (4, 1, 9, 2),
+                              (2, 2, 12, 3), (8, 1, 9, 1), (4, 2, 4, 1)),
+    "delta out": _tiles("delta out", "r u split simdgroups", (1, 2, 2, 8), (2, 2, 2, 8),
+                        (1, 4, 1, 4)),
+    "head": _products("head", (4, 2, 12, 40), (4, 2, 12, 20), (4, 2, 6, 20), (4, 1, 8, 8),
+                      (8, 1, 8, 8), (4, 2, 4, 30), (4, 2, 4, 24), (4, 1, 4, 24), (4, 2, 8, 8)),
+    "experts up": _tiles("experts up", "r u simdgroups", (2, 2, 9), (2, 2, 4), (2, 2, 8),
+                         (2, 1, 6), (2, 1, 9), (4, 1, 9), (4, 1, 4), (1, 2, 12)),
+    "experts down": _tiles("experts down", "lanes r u", (16, 8, 1), (8, 4, 2), (8, 4, 1)),
 }  # fmt: skip
-# At a context of 256, where fewer splits serve.
-SHORT_SWEEP = {"attention": _attention((4, 4, 4), (4, 8, 4), (4, 16, 2), (4, 32, 1), (4, 32, 2),
-                                       (2, 8, 4), (2, 16, 2), (8, 16, 4))
-               + _tiles("attention merge", "simdgroups", (2,), (8,))}  # fmt: skip
+# Attention alone, by context.
+ATTENTION_SWEEP = {
+    256: _attention((2, 8, 4), (2, 16, 2), (2, 16, 4), (1, 8, 4))
+    + _tiles("attention merge", "simdgroups", (8,)),
+    131072: _attention((8, 132, 4), (8, 66, 8), (8, 264, 2), (4, 99, 4)),
+}
 
 
-def variants(sweep: dict[str, list[dict[str, int]]]) -> list[tuple[dict[str, Any], list[str]]]:
-    """(Options of the decode step, the labels that they change); the first changes none."""
-    out: list[tuple[dict[str, Any], list[str]]] = [({}, list(sweep))]
-    for i in range(max(map(len, sweep.values()))):
-        labels = [label for label, ways in sweep.items() if i < len(ways)]
-        options: dict[str, Any] = {}
-        for label in labels:
-            options |= sweep[label][i]
-        out.append((options, labels))
-    return out
+def sweeps() -> list[tuple[int, dict[str, list[dict[str, Any]]]]]:
+    """(Context, label -> ways) of a whole sweep."""
+    return [(256, SWEEP)] + [(c, {"attention": ways}) for c, ways in ATTENTION_SWEEP.items()]
 
 
 def build_sweep(folder: Path) -> None:
     """Compile the kernels of a sweep, on a machine with clang-19, for --ptx there."""
     shapes = trace.dims(ledger.model().language_model)
     found: dict[str, Any] = {}
-    for sweep, context in ((SWEEP, 131072), (SHORT_SWEEP, 256)):
-        for options, _ in variants(sweep):
-            found |= ptx.decode_pipelines(shapes, [(context + 512) // 256 * 256], options)
+    for context, sweep in sweeps():
+        for ways in sweep.values():
+            for options in ways:
+                found |= ptx.decode_pipelines(shapes, [(context + 512) // 256 * 256], options)
     count = ptx.build(found.values(), metal.folder(), folder)
     size = sum(f.stat().st_size for f in folder.iterdir())
     print(f"{folder}: {len(found)} pipelines, {count} compiled now, {size / 1e6:.1f} MB")
 
 
+def step_us(model: nn.Module, context: int, tokens: int = 40) -> float:
+    """Microseconds a decode step, one after another as in generation; the better of two runs."""
+    best = float("inf")
+    for _ in range(2):
+        rate, _ = decode_rate(decode.generate_step, model, context, tokens)
+        best = min(best, 1e6 / rate)
+    return best
+
+
 def run_sweep(model: nn.Module, folder: Path | None) -> dict[str, Any]:
-    """Times of the ways to run each label, in microseconds a dispatch."""
+    """What each way to run a label does to the whole step: kernels overlap, so that their own times
+    do not add up. In microseconds; less than 0 is better than the default."""
     if folder:
         ptx.register(_ext.cuda_add_kernel, folder)
     report: dict[str, Any] = {}
-    for sweep, context in ((SWEEP, 131072), (SHORT_SWEEP, 256)):
-        caches = caches_at(model, context)
-        for options, labels in variants(sweep):
-            try:
+    for context, sweep in sweeps():
+        _ext.set_cuda_decode_options(ptx.NVIDIA)
+        default = step_us(model, context)
+        print(f"default at {context}: {default:.1f} us a step", flush=True)
+        for label, ways in sweep.items():
+            for options in ways:
+                shown = " ".join(f"{k.removeprefix(label + '.')}={v}" for k, v in options.items())
                 _ext.set_cuda_decode_options(ptx.NVIDIA | options)
-                for token in (1, 2):
-                    mx.eval(model(mx.array([[token]]), cache=caches))
-                profile = caches[0]._loan[0].state.profile()
-            except RuntimeError as error:  # a way that this card refuses is left out, and named
-                print(context, options, "refused:", error, flush=True)
-                caches = caches_at(model, context)
-                continue
-            us = {label: seconds * 1e6 / count for label, count, seconds in profile}
-            for label in labels:
-                way = {k: v for k, v in options.items() if any(k in w for w in sweep[label])}
-                shown = " ".join(f"{k.removeprefix(label + '.')}={v}" for k, v in way.items())
-                line = {"us": us[label]}
-                for first, second in (("attention", "attention merge"), ("head", "argmax")):
-                    if label == first:
-                        line[second] = us[second]
-                report.setdefault(f"{label} at {context}", {})[shown or "default"] = line
+                try:
+                    us = step_us(model, context) - default
+                except RuntimeError as error:  # a way that this card refuses is named
+                    print(f"{label:18} {context:7} {shown:40} refused: {error}", flush=True)
+                    continue
+                report.setdefault(f"{label} at {context}", {})[shown] = us
+                print(f"{label:18} {context:7} {shown:40} {us:+8.1f}", flush=True)
     _ext.set_cuda_decode_options(ptx.NVIDIA)
-    for label, ways in report.items():
-        print(label)
-        for shown, line in sorted(ways.items(), key=lambda item: sum(item[1].values())):
-            print(f"    {shown:44}", *(f"{name} {value:8.2f}" for name, value in line.items()))
     return report
 
 

@@ -91,18 +91,19 @@ template <typename A>
   const bool query = item < kQueryHeads;
   const bool value = item >= kQueryHeads + kKvHeads;
   const int head = query ? item : (item - kQueryHeads) % at_least_1(kKvHeads);
-  float x[8];
   float w[8];
-  load8((query   ? q_gate + head * 2 * kD
-         : value ? v + head * kD
-                 : k + head * kD) +
-            dim,
-        x);
   load8((query ? q_norm : k_norm) + dim, w);
   for (int p = int(tid); p < kRotary / 2; p += 32 * kPrepareSimdgroups) {
     const float angle = float(at) * inv_freq[p];
     ((threadgroup float2*)rotation)[p] = float2(precise::cos(angle), precise::sin(angle));
   }
+  wait_for_previous();
+  float x[8];
+  load8((query   ? q_gate + head * 2 * kD
+         : value ? v + head * kD
+                 : k + head * kD) +
+            dim,
+        x);
   float squares = 0.0f;
   for (int i = 0; i < 8; ++i) {
     squares = fma(x[i], x[i], squares);
@@ -279,6 +280,18 @@ METAL_FUNC void attend_body(device const A* q, device const A* keys, device cons
   device const A* k = keys + ulong(kv_head) * ulong(capacity) * kD;
   device const A* v = values + ulong(kv_head) * ulong(capacity) * kD;
 
+  const int step = kKeys * kAttendSimdgroups;
+  Rows<A> k_rows;
+  Rows<A> v_rows;
+  int base = start + kKeys * int(simdgroup);
+  // The newest row is written by the dispatch before this one, all others by earlier steps.
+  load_rows(k_rows, k, base, min(end - 1, max(length - 2, 0)), lane);
+  issue_loads();
+  wait_for_previous();
+  if (base + kKeys >= length) {
+    load_rows(k_rows, k, base, end - 1, lane);
+  }
+
   Heads<H> heads;
   float query[H][8];
   for (int h = 0; h < H; ++h) {
@@ -291,11 +304,6 @@ METAL_FUNC void attend_body(device const A* q, device const A* keys, device cons
   // This lane's head; the keys of its slot only, until the end.
   float m = minus_infinity();
   float l = 0.0f;
-  const int step = kKeys * kAttendSimdgroups;
-  Rows<A> k_rows;
-  Rows<A> v_rows;
-  int base = start + kKeys * int(simdgroup);
-  load_rows(k_rows, k, base, end - 1, lane);
   for (; base < end; base += step) {
     load_rows(v_rows, v, base, end - 1, lane);
     issue_loads();
@@ -495,6 +503,7 @@ template <typename A>
   device const float2* ml = partial_ml + head * kSplits;
   device const float* column = partial_o + head * kSplits * kD + dim;
 
+  wait_for_previous();
   float2 next[kMergeAtOnce];
   load_partials(next, column, int(simdgroup), splits - 1);
   float top = minus_infinity();

@@ -7,6 +7,9 @@
 #pragma once
 
 #include <metal_stdlib>
+#if defined(__NVPTX__)
+#include <dependent_launch>
+#endif
 
 using namespace metal;
 
@@ -16,6 +19,15 @@ namespace lily {
 // 0.
 METAL_FUNC int at_least_1(int x) {
   return max(x, 1);
+}
+
+// Some backends (NVIDIA) start a dispatch of a step while the previous one still runs. What a kernel
+// does before this call may read weights, the position, and what was written two dispatches before
+// or earlier; it writes nothing. Elsewhere a dispatch starts when all of that is there.
+METAL_FUNC void wait_for_previous() {
+#if defined(__NVPTX__)
+  nvidia::wait_for_previous();
+#endif
 }
 
 METAL_FUNC float minus_infinity() {
@@ -340,12 +352,13 @@ METAL_FUNC void add_tile(thread const Tile<A, R, U>& t, StagedRow<A> x, int firs
 }
 
 // Stages K values of h (K a multiple of 8), normalised when `norm`: rnd(h * rsqrt(mean(h^2) + eps)
-// * weight). Ends with a barrier. copy, when not null, gets the staged row too.
+// * weight), by `simdgroups` simdgroups. A barrier must follow. copy, when not null, gets the staged
+// row too.
 template <typename A>
-METAL_FUNC void stage_row(StagedRow<A> row, device const A* h, device const A* weight,
-                          device A* copy, int K, bool norm, bool write_copy, float eps,
-                          threadgroup float* scratch, uint tid, uint simdgroup, uint lane,
-                          int simdgroups) {
+METAL_FUNC void stage_pieces(StagedRow<A> row, device const A* h, device const A* weight,
+                             device A* copy, int K, bool norm, bool write_copy, float eps,
+                             threadgroup float* scratch, uint tid, uint simdgroup, uint lane,
+                             int simdgroups) {
   const int threads = simdgroups * 32;
   const int pieces = K / 8;
   // The first piece of a thread stays in registers: it is all there is when K <= 8 * threads.
@@ -395,6 +408,16 @@ METAL_FUNC void stage_row(StagedRow<A> row, device const A* h, device const A* w
       }
     }
   }
+}
+
+// The same by all simdgroups, with the barrier.
+template <typename A>
+METAL_FUNC void stage_row(StagedRow<A> row, device const A* h, device const A* weight,
+                          device A* copy, int K, bool norm, bool write_copy, float eps,
+                          threadgroup float* scratch, uint tid, uint simdgroup, uint lane,
+                          int simdgroups) {
+  stage_pieces(row, h, weight, copy, K, norm, write_copy, eps, scratch, tid, simdgroup, lane,
+               simdgroups);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 

@@ -143,6 +143,8 @@ METAL_FUNC void gdn_step_body(device const A* qkv, device const A* z, device con
     const int row = (r * kGdnSimdgroups + int(simdgroup)) * 4 + int(lane / 8);
     s[r] = load_row_part(state + (head * kHeadDim + row) * kHeadDim, lane);
   }
+  issue_loads();
+  wait_for_previous();
   float zv = 0.0f;
   float weight = 0.0f;
   if (int(tid) < kHeadDim) {

@@ -7,8 +7,8 @@
 //
 // Layout of threads. kLanes lanes share a row, so a simdgroup reads 32 / kLanes rows at
 // once, R deep: a block of R * 32 / kLanes rows. Each lane loads U 16-byte units of each
-// of its R rows before it uses one; the first are issued before the norm, which each threadgroup
-// does again for itself (h comes from the cache). kSplit simdgroups may share a block, each a part
+// of its R rows before it uses one; the first are issued before h is there, and before the
+// norm, which each threadgroup does again for itself (h comes from the cache). kSplit simdgroups may share a block, each a part
 // of K; their sums are added in order through threadgroup memory. A simdgroup does kBlocks blocks,
 // one after another, with the next loads in flight. Sums over lanes are butterflies: equal bits on
 // every lane, whatever the order of threads.
@@ -91,13 +91,21 @@ METAL_FUNC Matrix<A, O> matrix_of_block(thread const Matrix<A, O>* m, thread int
   return r;
 }
 
-// What becomes of a finished sum: a store, rounded to O, with the residual when there is one.
+// What becomes of a finished sum: a store, rounded to O, with the residual when there is one. That is
+// asked for in begin(), so that it has come when the sum is there.
 template <typename A, typename O>
 struct StoreRow {
   device const A* residual;
+  float before;
+
+  METAL_FUNC void begin(int row) {
+    if (kResidual) {
+      before = float(residual[row]);
+    }
+  }
 
   METAL_FUNC void put(thread const Matrix<A, O>& m, int row, float sum) {
-    m.y[row] = kResidual ? O(float(residual[row]) + float(O(sum))) : O(sum);
+    m.y[row] = kResidual ? O(before + float(O(sum))) : O(sum);
   }
 };
 
@@ -131,12 +139,19 @@ METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, device const A* h
         rows[r] = min(row0 + r * (32 / lanes), m.rows - 1);
       }
       load_tile(tile, m.w, m.scales, m.biases, rows, units, groups, m.bits, kGroup, first, lanes);
+      issue_loads();
+      wait_for_previous();
       stage_row(x, h, norm_weight, x_out, kK, kNorm, kWriteX && group == 0, kEps, scratch, tid,
                 simdgroup, lane, kSimdgroups);
     }
     // The block after this one, so that its first loads can be issued early.
     int next_block = slot * kBlocks + b + 1;
     const Matrix<A, O> next = matrix_of_block(matrices, next_block, block_rows);
+    const int row = row0 + sub_lane * (32 / lanes);  // the one that this lane will finish
+    const bool finishes = part == 0 && sub_lane < R && row < m.rows;
+    if (finishes) {
+      put.begin(row);
+    }
     float acc[R];
     for (int r = 0; r < R; ++r) {
       acc[r] = 0.0f;
@@ -177,8 +192,7 @@ METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, device const A* h
         sum += scratch[(int(simdgroup) - part + i) * 32 + int(lane)];
       }
     }
-    const int row = row0 + sub_lane * (32 / lanes);
-    if (part == 0 && sub_lane < R && row < m.rows) {
+    if (finishes) {
       put.put(m, row, sum);
     }
   }

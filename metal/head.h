@@ -71,6 +71,8 @@ struct BestRow {
   device float* logits;
   Best best;
 
+  METAL_FUNC void begin(int) {}
+
   METAL_FUNC void put(thread const Matrix<A, float>&, int row, float sum) {
     keep_better(best, sum, uint(row));
     if (kWriteLogits) {
@@ -165,6 +167,7 @@ template <typename A>
   threadgroup float values[lily::kMaxSimdgroups];
   threadgroup uint ids[lily::kMaxSimdgroups];
   lily::Best best = lily::no_best();
+  lily::wait_for_previous();
   for (int i = int(tid); i < lily::kPartials; i += lily::kSimdgroups * 32) {
     lily::keep_better(best, partial_values[i], partial_ids[i]);
   }

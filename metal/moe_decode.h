@@ -3,12 +3,13 @@
 //
 // moe_gate_up: picks the experts (softmax over all, the kTopK most probable, ties to the lowest
 // id), then for each of them and for the shared expert act = rnd(silu(gate_proj x) * (up_proj x)).
-// The pick is done again by each threadgroup that needs it, in about 600 instructions, instead of
-// in a dispatch of its own; the first threadgroup writes ids and weights for moe_down.
+// The pick is done again by one simdgroup of each threadgroup that needs it, in about 600
+// instructions, instead of in a dispatch of its own; the first threadgroup writes ids and weights
+// for moe_down.
 //
 // moe_down: y = sum over slots, in descending order of probability, of weight * (down_proj act),
-// then
-// + sigmoid(shared gate) * (shared down_proj act); out = rnd(h + rnd(y)). No atomics.
+// then + sigmoid(shared gate) * (shared down_proj act); out = rnd(h + rnd(y)). No atomics. An id
+// past the experts reads the last one's weights instead of memory that is not there.
 //
 // moe_route: the pick apart (ablation). The shared expert apart: moe_gate_up with kTopK = 0, a GEMV
 // with fp32 results, and moe_down with kSharedGiven.
@@ -17,8 +18,8 @@
 // simdgroup does kUpR * 32 / kUpLanes values of act, reading each one's gate row and up row; x is
 // staged once a threadgroup. moe_down: a threadgroup has a simdgroup a slot and does kDownR * 32 /
 // kDownLanes output rows; a lane keeps its part of the slot's act in registers for all of them. All
-// loads of a block of rows are issued before one is used. The pick: a simdgroup ranks 32 experts
-// against each other by shuffles, the kTopK best of each 32 are ranked again.
+// loads of a block of rows are issued before one is used. The pick: kTopK times
+// the best of the simdgroup, each lane with its own of every 32 experts.
 //
 // Bytes (35B, 4 bits, group 64): moe_gate_up 9 * 2 * 512 rows of 1152 = 10.6 MB; moe_down 2048 * 9
 // rows of 288 = 5.3 MB; logits, x and act stay in the cache.
@@ -65,12 +66,11 @@ constant constexpr int kMaxDownRows = 64;  // output rows of a threadgroup of mo
 
 // ---------------------------------------------------------------- the pick
 
-// Threadgroup memory of pick_experts.
-struct Picks {
-  threadgroup float* values;     // [kMaxChunks * kMaxTopK] candidates
-  threadgroup uint* candidates;  // their experts
-  threadgroup uint* ids;         // [kMaxTopK], most probable first
-  threadgroup float* weights;    // [kMaxTopK], not yet divided by their sum
+// What lane r < kTopK knows after the pick: the expert of rank r (0 is the most probable) and its
+// final weight.
+struct Pick {
+  uint id;
+  float weight;
 };
 
 // This lane's logit of every 32 experts, so that their loads can be in flight during other work.
@@ -89,11 +89,12 @@ METAL_FUNC Logits load_logits(device const float* logits, uint lane) {
   return l;
 }
 
-// Softmax of logits and the kTopK best. A NaN counts as less than all others, so ids are always
-// distinct and valid. Ends with a barrier.
-METAL_FUNC void pick_experts(thread const Picks& picks, thread const Logits& all,
-                             device const float* logits, uint tid, uint simdgroup, uint lane,
-                             int simdgroups) {
+// Softmax of logits and the kTopK best, by one simdgroup, with neither barriers nor memory: a
+// probability is not negative, so its bits order as an integer does, and the best of 32
+// lanes is one reduction, its lowest expert another. A NaN counts as less than all others, so ids
+// are always distinct and valid.
+METAL_FUNC Pick pick_experts(thread const Logits& all, uint lane) {
+  constexpr int kTaken = -2147483647 - 1;
   const int chunks = kExperts / 32;
   float top = minus_infinity();
 #pragma clang loop unroll(full)
@@ -103,60 +104,57 @@ METAL_FUNC void pick_experts(thread const Picks& picks, thread const Logits& all
     }
   }
   top = group_max(top);
+  float p[kMaxChunks];
   float sum = 0.0f;
 #pragma clang loop unroll(full)
   for (int i = 0; i < kMaxChunks; ++i) {
     if (i < chunks) {
-      sum += precise::exp(all.value[i] - top);
+      p[i] = precise::exp(all.value[i] - top);
+      sum += p[i];
     }
   }
   sum = group_sum(sum, 32);
-  for (int i = int(simdgroup); i < chunks; i += simdgroups) {
-    const float p = precise::exp(logits[i * 32 + int(lane)] - top) / sum;
-    const float value = isnan(p) ? -1.0f : p;
-    int rank = 0;
-    for (uint j = 0; j < 32; ++j) {
-      rank += ranks_before(simd_shuffle(value, ushort(j)), j, value, lane) ? 1 : 0;
+  int order[kMaxChunks];
+#pragma clang loop unroll(full)
+  for (int i = 0; i < kMaxChunks; ++i) {
+    if (i < chunks) {
+      const float probability = p[i] / sum;
+      order[i] = isnan(probability) ? -1 : as_type<int>(probability);
     }
+  }
+  Pick pick;
+  pick.id = 0;
+  pick.weight = 0.0f;
+  float weights = 0.0f;
+#pragma clang loop unroll(full)
+  for (int rank = 0; rank < kMaxTopK; ++rank) {
     if (rank < kTopK) {
-      picks.values[i * kTopK + rank] = value;
-      picks.candidates[i * kTopK + rank] = uint(i * 32) + lane;
+      int best = kTaken;
+      uint expert = 0;
+#pragma clang loop unroll(full)
+      for (int i = 0; i < kMaxChunks; ++i) {
+        if (i < chunks) {
+          const bool better = order[i] > best;
+          best = better ? order[i] : best;
+          expert = better ? uint(i * 32) + lane : expert;
+        }
+      }
+      const int best_of_all = simd_max(best);
+      const uint id = simd_min(best == best_of_all ? expert : 0xffffffffu);
+#pragma clang loop unroll(full)
+      for (int i = 0; i < kMaxChunks; ++i) {
+        if (i < chunks) {
+          order[i] = uint(i * 32) + lane == id ? kTaken : order[i];
+        }
+      }
+      const float weight = best_of_all < 0 ? -1.0f : as_type<float>(best_of_all);
+      weights += weight;
+      pick.id = int(lane) == rank ? id : pick.id;
+      pick.weight = int(lane) == rank ? weight : pick.weight;
     }
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  // Four neighbouring lanes rank a candidate against a quarter each of the others.
-  const int count = chunks * kTopK;
-  const int part = int(tid) % 4;
-  for (int first = 0; first < count; first += simdgroups * 8) {
-    const int own = first + int(tid) / 4;
-    const float value = picks.values[min(own, count - 1)];
-    const uint id = picks.candidates[min(own, count - 1)];
-    int rank = 0;
-    for (int j = part; j < count; j += 4) {
-      rank += ranks_before(picks.values[j], picks.candidates[j], value, id) ? 1 : 0;
-    }
-    rank += simd_shuffle_xor(rank, ushort(1));
-    rank += simd_shuffle_xor(rank, ushort(2));
-    if (part == 0 && own < count && rank < kTopK) {
-      picks.ids[rank] = id;
-      picks.weights[rank] = value;
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-}
-
-// Writes the picked ids and their final weights, by the first kTopK threads.
-METAL_FUNC void write_route(thread const Picks& picks, device uint* ids, device float* weights,
-                            uint tid) {
-  if (int(tid) >= kTopK) {
-    return;
-  }
-  float sum = 0.0f;
-  for (int i = 0; i < kTopK; ++i) {
-    sum += picks.weights[i];
-  }
-  ids[tid] = picks.ids[tid];
-  weights[tid] = kNormTopK ? picks.weights[tid] / sum : picks.weights[tid];
+  pick.weight = kNormTopK ? pick.weight / weights : pick.weight;
+  return pick;
 }
 
 // ---------------------------------------------------------------- gate, up, SwiGLU
@@ -275,18 +273,11 @@ template <typename A, int KMAX>
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup uint4 words[KMAX * sizeof(A) / 16];
   threadgroup float2 sums[KMAX / 8];
-  threadgroup float values[kMaxChunks * kMaxTopK];
-  threadgroup uint candidates[kMaxChunks * kMaxTopK];
-  threadgroup uint picked_ids[kMaxTopK];
-  threadgroup float picked_weights[kMaxTopK];
+  threadgroup float scratch[1];  // of a norm, which there is none of here
+  threadgroup uint picked[kMaxTopK];
   StagedRow<A> row;
   row.words = words;
   row.sums = sums;
-  Picks picks;
-  picks.values = values;
-  picks.candidates = candidates;
-  picks.ids = picked_ids;
-  picks.weights = picked_weights;
 
   const int rows = kUpSimdgroups * kUpR * (32 / at_least_1(kUpLanes));
   const int slot_groups = (kWidth + rows - 1) / at_least_1(rows);
@@ -294,21 +285,32 @@ template <typename A, int KMAX>
   const int slot = shared ? kTopK : int(group.x) / at_least_1(slot_groups);
   const int block = (int(group.x) - slot * slot_groups) * kUpSimdgroups + int(simdgroup);
 
-  Logits all;
-  if (!shared && kSelect) {
-    all = load_logits(logits, lane);
-  }
-  stage_row(row, x, x, act, kHidden, false, false, 0.0f, values, tid, simdgroup, lane,
-            kUpSimdgroups);
-  int expert = 0;
-  if (!shared && kSelect) {
-    pick_experts(picks, all, logits, tid, simdgroup, lane, kUpSimdgroups);
-    expert = int(picked_ids[slot]);
-    if (group.x == 0) {
-      write_route(picks, ids, weights, tid);
+  wait_for_previous();
+  const bool select = !shared && kSelect;
+  // One simdgroup picks while the others stage x.
+  const bool picks = select && simdgroup == 0;
+  const int stagers = select && kUpSimdgroups > 1 ? kUpSimdgroups - 1 : kUpSimdgroups;
+  if (picks) {
+    const Pick pick = pick_experts(load_logits(logits, lane), lane);
+    if (int(lane) < kTopK) {
+      picked[lane] = pick.id;
+      if (group.x == 0) {
+        ids[lane] = pick.id;
+        weights[lane] = pick.weight;
+      }
     }
+  }
+  if (!picks || kUpSimdgroups == 1) {
+    const int first = kUpSimdgroups - stagers;
+    stage_pieces(row, x, x, act, kHidden, false, false, 0.0f, scratch, tid - uint(first * 32),
+                 simdgroup - uint(first), lane, stagers);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  int expert = 0;
+  if (select) {
+    expert = int(picked[slot]);
   } else if (!shared && kGivenIds) {
-    expert = int(given_ids[slot]);
+    expert = int(min(given_ids[slot], uint(kExperts - 1)));
   }
   Rows3<A> gate;
   Rows3<A> up;
@@ -432,6 +434,8 @@ template <typename A>
   float weight[kMaxTopK];
   float gate = 0.0f;
   float before = 0.0f;
+  int first_row = 0;
+  wait_for_previous();
   if (owner) {
 #pragma clang loop unroll(full)
     for (int s = 0; s < kMaxTopK; ++s) {
@@ -442,9 +446,8 @@ template <typename A>
     gate = kSharedGate ? shared_gate[0] : 0.0f;
     before = float(h[row]);
   }
-  int first_row = 0;
   if (kHasExperts && !shared) {
-    first_row = int(ids[slot]) * kHidden;
+    first_row = int(min(ids[slot], uint(kExperts - 1))) * kHidden;
   }
   Rows3<A> down;
   down.w = shared ? shared_down_w : down_w;
@@ -480,17 +483,10 @@ template <typename A>
 [[kernel]] void moe_route(device const float* logits [[buffer(0)]], device uint* ids [[buffer(1)]],
                           device float* weights [[buffer(2)]],
                           uint tid [[thread_index_in_threadgroup]],
-                          uint simdgroup [[simdgroup_index_in_threadgroup]],
                           uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup float values[lily::kMaxChunks * lily::kMaxTopK];
-  threadgroup uint candidates[lily::kMaxChunks * lily::kMaxTopK];
-  threadgroup uint picked_ids[lily::kMaxTopK];
-  threadgroup float picked_weights[lily::kMaxTopK];
-  lily::Picks picks;
-  picks.values = values;
-  picks.candidates = candidates;
-  picks.ids = picked_ids;
-  picks.weights = picked_weights;
-  lily::pick_experts(picks, lily::load_logits(logits, lane), logits, tid, simdgroup, lane, lily::kUpSimdgroups);
-  lily::write_route(picks, ids, weights, tid);
+  const lily::Pick pick = lily::pick_experts(lily::load_logits(logits, lane), lane);
+  if (int(tid) < lily::kTopK) {
+    ids[tid] = pick.id;
+    weights[tid] = pick.weight;
+  }
 }

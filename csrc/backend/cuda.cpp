@@ -29,7 +29,7 @@ class Parameters {
     std::sort(buffers.begin(), buffers.end(), by_index);
     std::sort(groups.begin(), groups.end());
     for (const ArgumentLayout* a : buffers) {
-      const bool by_value = a->space == Space::constant && a->type.find('&') != std::string::npos;
+      const bool by_value = a->space == Space::constant && a->size > 0;  // a reference
       if (by_value) {
         value(d, bindings, *a);
       } else {
@@ -151,12 +151,52 @@ Buffer device_buffer(const mlx::core::array& a) {
   return {reinterpret_cast<uint64_t>(a.buffer().ptr()), device_pointer(a), a.nbytes()};
 }
 
-void CudaKernels::add(const std::string& key, const std::string& file, const std::string& entry) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  entries_[key] = {file, entry, nullptr};
+namespace {
+
+// What a kernel writes where it waits (metal/host/include/dependent_launch): a comment in PTX for
+// sm_80, made into instructions where the GPU has them.
+const std::string kMark = "// ahead: ";
+const std::string kTarget = ".target sm_80";
+
+// Whether this process's GPU can start a kernel before the one it depends on has ended.
+bool starts_ahead() {
+  CUdevice device;
+  int major = 0;
+  check_cuda(cuCtxGetDevice(&device), "asking for the GPU");
+  check_cuda(cuDeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device),
+             "asking for the GPU's architecture");
+  return major >= 9;
 }
 
-CUfunction CudaKernels::at(const Pipeline& pipeline) {
+void replace_all(std::string& text, const std::string& from, const std::string& to) {
+  for (size_t at = text.find(from); at != std::string::npos; at = text.find(from, at)) {
+    text.replace(at, from.size(), to);
+    at += to.size();
+  }
+}
+
+}  // namespace
+
+CudaKernels::Module CudaKernels::load(const std::string& file) {
+  Module& module = modules_[file];
+  if (module.handle == nullptr) {
+    std::string text = read_file(file);
+    module.ahead = text.find(kMark) != std::string::npos && starts_ahead();
+    if (module.ahead) {
+      replace_all(text, kMark, "");
+      replace_all(text, kTarget, ".target sm_90");
+    }
+    check_cuda(cuModuleLoadData(&module.handle, text.c_str()), "loading " + file);
+  }
+  return module;
+}
+
+void CudaKernels::add(const std::string& key, const std::string& file, const std::string& entry) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  entries_[key] = {file, entry, {}};
+}
+
+CudaKernels::Kernel CudaKernels::at(const Pipeline& pipeline) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto it = entries_.find(pipeline.key);
   if (it == entries_.end()) {
@@ -166,16 +206,13 @@ CUfunction CudaKernels::at(const Pipeline& pipeline) {
         "); run python -m lily_mlx.ptx, or load the model with engine=\"stock\"");
   }
   Entry& entry = it->second;
-  if (entry.function == nullptr) {
-    CUmodule& module = modules_[entry.file];
-    if (module == nullptr) {
-      const std::string text = read_file(entry.file);
-      check_cuda(cuModuleLoadData(&module, text.c_str()), "loading " + entry.file);
-    }
-    check_cuda(cuModuleGetFunction(&entry.function, module, entry.name.c_str()),
+  if (entry.kernel.function == nullptr) {
+    const Module module = load(entry.file);
+    check_cuda(cuModuleGetFunction(&entry.kernel.function, module.handle, entry.name.c_str()),
                "finding " + entry.name);
+    entry.kernel.ahead = module.ahead;
   }
-  return entry.function;
+  return entry.kernel;
 }
 
 CudaKernels& cuda_kernels() {
@@ -185,7 +222,7 @@ CudaKernels& cuda_kernels() {
 
 void add_node(mlx::core::cu::CommandEncoder& encoder, const Program& program,
               const Bindings& bindings, const Dispatch& d) {
-  CUfunction f = cuda_kernels().at(program.pipelines()[d.pipeline]);
+  const CUfunction f = cuda_kernels().at(program.pipelines()[d.pipeline]).function;
   Parameters parameters(bindings, d);
   allow_shared(f, parameters.shared_bytes(), d.kernel->name);
   const dim3 grid(bindings.extent(d.grid_size[0]), bindings.extent(d.grid_size[1]),
@@ -208,7 +245,8 @@ CudaGraph::CudaGraph(const Program& program, const Bindings& bindings, const std
       }
       Parameters parameters(bindings, d);
       CUDA_KERNEL_NODE_PARAMS node = {};
-      node.func = cuda_kernels().at(program.pipelines()[d.pipeline]);
+      const CudaKernels::Kernel kernel = cuda_kernels().at(program.pipelines()[d.pipeline]);
+      node.func = kernel.function;
       node.gridDimX = bindings.extent(d.grid_size[0]);
       node.gridDimY = bindings.extent(d.grid_size[1]);
       node.gridDimZ = bindings.extent(d.grid_size[2]);
@@ -218,6 +256,14 @@ CudaGraph::CudaGraph(const Program& program, const Bindings& bindings, const std
       node.sharedMemBytes = parameters.shared_bytes();
       node.kernelParams = parameters.data();
       allow_shared(node.func, node.sharedMemBytes, d.kernel->name);
+      int most = 0;  // its registers decide
+      check_cuda(cuFuncGetAttribute(&most, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, node.func),
+                 "asking for the registers of " + d.kernel->name);
+      if (static_cast<int>(node.blockDimX * node.blockDimY * node.blockDimZ) > most) {
+        throw std::runtime_error("lily_mlx, NVIDIA: kernel '" + d.kernel->name + "' (" + d.name +
+                                 ") runs with at most " + std::to_string(most) +
+                                 " threads a threadgroup on this GPU; choose fewer simdgroups");
+      }
       std::vector<CUgraphNode> before;
       if (label != nullptr) {
         before.assign(size_ > 0 ? 1 : 0, last);
@@ -226,8 +272,17 @@ CudaGraph::CudaGraph(const Program& program, const Bindings& bindings, const std
           before.push_back(nodes[p]);
         }
       }
-      check_cuda(cuGraphAddKernelNode(&nodes[index], graph, before.data(), before.size(), &node),
+      const bool ahead = kernel.ahead && before.size() == 1;
+      check_cuda(cuGraphAddKernelNode(&nodes[index], graph, before.data(),
+                                      ahead ? 0 : before.size(), &node),
                  "adding " + d.kernel->name + " (" + d.name + ")");
+      if (ahead) {
+        CUgraphEdgeData early = {};
+        early.from_port = CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC;
+        early.type = CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
+        check_cuda(cuGraphAddDependencies_v2(graph, before.data(), &nodes[index], &early, 1),
+                   "letting " + d.kernel->name + " (" + d.name + ") start ahead");
+      }
       last = nodes[index];
       ++size_;
     }

@@ -25,17 +25,27 @@ class CudaKernels {
   bool has(const std::string& key) const {
     return entries_.count(key) != 0;
   }
+  struct Kernel {
+    CUfunction function = nullptr;
+    bool ahead = false;  // waits for the kernels before it by itself, so it may be started early
+  };
   // Throws std::runtime_error naming the kernel when it was not compiled or the driver refuses it.
-  CUfunction at(const Pipeline& pipeline);
+  Kernel at(const Pipeline& pipeline);
 
  private:
   struct Entry {
     std::string file, name;
-    CUfunction function = nullptr;
+    Kernel kernel;
   };
+  struct Module {
+    CUmodule handle = nullptr;
+    bool ahead = false;
+  };
+  Module load(const std::string& file);
+
   std::mutex mutex_;
   std::map<std::string, Entry> entries_;
-  std::map<std::string, CUmodule> modules_;
+  std::map<std::string, Module> modules_;
 };
 
 CudaKernels& cuda_kernels();
@@ -45,7 +55,8 @@ void add_node(mlx::core::cu::CommandEncoder& encoder, const Program& program,
               const Bindings& bindings, const Dispatch& d);
 
 // A Program with everything bound, as an executable CUDA graph whose edges are its true
-// dependencies.
+// dependencies. A kernel that waits by itself (wait_for_previous in metal/common.h) is started while
+// the only one that it depends on still runs, on GPUs that can.
 class CudaGraph {
  public:
   // With `label`, only the dispatches of that label, one after another: for timing them.

@@ -42,13 +42,18 @@ Splits splits_of(const AttentionDims& a, int capacity, const DecodeOptions& opti
   return {capacity <= 1024 ? 8 : capacity <= 8192 ? 16 : 32, 0, 4};
 }
 
-// Where 132 multiprocessors of 64K registers want other threads than an Apple GPU: threadgroups
-// small enough that one wave of them holds all rows, and no loop over blocks that takes registers.
+// Where 132 multiprocessors of 64K registers want other threads than an Apple GPU: as many
+// threadgroups as multiprocessors, or a small multiple of it that fits at once, all with the same
+// work. A second wave that is nearly empty costs as much as a full one.
 const TileFields& nvidia_tiles() {
-  static const TileFields tiles = {{"delta in.simdgroups", 4},
-                                   {"attention in.simdgroups", 4},
-                                   {"experts up.simdgroups", 4},
-                                   {"head.blocks", 1},
+  static const TileFields tiles = {{"delta in.simdgroups", 8},
+                                   {"delta in.blocks", 3},
+                                   {"attention in.r", 4},
+                                   {"attention in.u", 1},
+                                   {"attention in.simdgroups", 9},
+                                   {"experts up.simdgroups", 6},
+                                   {"head.simdgroups", 4},
+                                   {"head.blocks", 8},
                                    {"argmax.simdgroups", 16}};
   return tiles;
 }

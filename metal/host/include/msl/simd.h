@@ -66,12 +66,22 @@ __MSL _T __shuffle_xor(_T v, uint mask) {
   else
     return __shuffle(v, __lane() ^ mask);
 }
+struct __greater;
+struct __less;
 template <class _T, class _F>
 __MSL _T __reduce(_T v, _F f) {
+  if constexpr (is_integral_v<_T> && sizeof(_T) == 4 && is_same_v<_F, __greater>) {
+    return is_signed_v<_T> ? (_T)__nvvm_redux_sync_max((int)v, 0xffffffff)
+                           : (_T)__nvvm_redux_sync_umax((uint)v, 0xffffffff);
+  } else if constexpr (is_integral_v<_T> && sizeof(_T) == 4 && is_same_v<_F, __less>) {
+    return is_signed_v<_T> ? (_T)__nvvm_redux_sync_min((int)v, 0xffffffff)
+                           : (_T)__nvvm_redux_sync_umin((uint)v, 0xffffffff);
+  } else {
 #pragma clang loop unroll(full)
-  for (uint m = 1; m < 32; m *= 2)
-    v = f(v, __shuffle_xor(v, m));
-  return v;
+    for (uint m = 1; m < 32; m *= 2)
+      v = f(v, __shuffle_xor(v, m));
+    return v;
+  }
 }
 template <class _T, class _F>
 __MSL _T __scan(_T v, _F f) {

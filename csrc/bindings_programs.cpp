@@ -256,6 +256,12 @@ void bind_programs(nb::module_& m) {
       },
       "dtype"_a, "kernel"_a, "rows"_a, "matrices"_a, "float32"_a = false, "unit"_a = "simdgroup");
   m.def(
+      "embed_program",
+      [](const std::string& dtype, int count, const std::vector<int>& embedding) {
+        return built(embed_program(to_type(dtype), count, matrix(embedding, "the embedding")));
+      },
+      "dtype"_a, "count"_a, "embedding"_a);
+  m.def(
       "moe_program",
       [](const std::string& dtype, const std::string& kernel, int rows, nb::dict dims,
          const std::string& unit) {

@@ -78,6 +78,7 @@ def test_the_index_covers_any_number_of_rows(shapes):
             programs.append(
                 _ext.project_program("bfloat16", kernel, rows, matrices, wide, "nvidia")
             )
+        programs.append(_ext.embed_program("bfloat16", rows, shapes["embedding"]))
         needed = {p["key"] for b in programs for p in b.program.pipelines}
         assert needed <= known, rows
 

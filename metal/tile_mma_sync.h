@@ -7,6 +7,10 @@
 // registers, and the columns of two matrices alternate by eight, so that a lane holds both sides of
 // silu(gate) up. Tiles of 16 rows that hold none are skipped.
 //
+// Floor on an H200 for 2048 rows of the 35B's shapes, at 500 TFLOP/s: DeltaNet in (12352 x 2048) 207 us,
+// out (2048 x 4096) 69, attention in 155, experts up 137, down 69; at 64 rows the experts' 450 MB of codes
+// and scales take 110 us of memory.
+//
 // Bytes: a step of 16 reads (8 TM + 8 TN) 32 bytes for 2,048 TM TN / 2 multiply-adds; 64 x 32 keeps the
 // tensor cores ahead of threadgroup memory (24 cycles of loads for 32 of products). Rows of threadgroup
 // memory are an odd number of 16-byte words apart, which leaves ldmatrix without bank conflicts.

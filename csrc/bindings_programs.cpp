@@ -257,6 +257,12 @@ void bind_programs(nb::module_& m) {
       },
       "dtype"_a, "kernel"_a, "rows"_a, "matrices"_a, "float32"_a = false, "unit"_a = "simdgroup");
   m.def(
+      "embed_program",
+      [](const std::string& dtype, int count, const std::vector<int>& embedding) {
+        return built(embed_program(to_type(dtype), count, matrix(embedding, "the embedding")));
+      },
+      "dtype"_a, "count"_a, "embedding"_a);
+  m.def(
       "moe_program",
       [](const std::string& dtype, const std::string& kernel, int rows, nb::dict dims,
          const std::string& unit) {
@@ -292,7 +298,7 @@ void bind_programs(nb::module_& m) {
   m.def(
       "set_metal_host",
       [](std::optional<std::string> runtime, bool checked, uint64_t seed, nb::object compile,
-         nb::dict decode) {
+         nb::dict decode, bool nvidia) {
         if (!runtime) {
           nb::gil_scoped_release release;
           set_metal_host(std::nullopt);
@@ -300,6 +306,7 @@ void bind_programs(nb::module_& m) {
         }
         MetalHostOptions o;
         o.runtime = *runtime;
+        o.nvidia = nvidia;
         o.host = {checked, 1, seed};
         o.decode = decode_options(decode);
         // Queued steps may let go of the last reference on a stream's thread, which must not take
@@ -332,7 +339,7 @@ void bind_programs(nb::module_& m) {
         set_metal_host(std::move(o));
       },
       "runtime"_a.none(), "checked"_a = false, "seed"_a = 0, "compile"_a = nb::none(),
-      "decode"_a = nb::dict(),
+      "decode"_a = nb::dict(), "nvidia"_a = false,
       "Run Programs with the Metal host in place of the reference; None switches back.");
   m.def("metal_host", [] { return metal_host(); });
   m.def("reset_metal_host_counts", &reset_metal_host_counts);

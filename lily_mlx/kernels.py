@@ -79,7 +79,10 @@ def compile_pipeline(
 
 
 def start_metal_host(
-    checked: bool = False, seed: int = 0, decode: dict[str, Any] | None = None
+    checked: bool = False,
+    seed: int = 0,
+    decode: dict[str, Any] | None = None,
+    nvidia: bool = False,
 ) -> None:
     """Run Programs with the Metal host from now on.
 
@@ -87,6 +90,7 @@ def start_metal_host(
         checked: find faults; they raise RuntimeError where the result is evaluated.
         seed: not 0 shuffles threads, threadgroups and the dispatches of one level.
         decode: options of the decode step's Program, e.g. {"fuse_norm": False}.
+        nvidia: layer primitives choose their kernels as on an NVIDIA GPU.
     """
     load()
     _, toolchain = _host_module()
@@ -96,6 +100,7 @@ def start_metal_host(
         seed,
         functools.partial(compile_pipeline, checked=checked),
         decode or {},
+        nvidia,
     )
 
 

@@ -182,7 +182,8 @@ def layer_pipelines(
         built.append(_ext.gated_delta_program(dtype, 1, 32, 1, 1, 1e-6, scan="apart"))
     for bits, group in set(formats):
         matrix = (128, 128, bits, group, 1)
-        if kind == "project":
+        if kind == "project":  # embeddings are asked for as projections
+            built.append(_ext.embed_program(dtype, 1, matrix))
             for rows in _PROJECT_ROWS:
                 kernel = "gemv_rows" if rows <= 16 else "qgemm"
                 built += [
@@ -211,7 +212,9 @@ def prefill_pipelines(text_shapes: dict[str, Any]) -> dict[str, Any]:
     Args:
         text_shapes: as `lily_mlx.trace.dims` gives them.
     """
-    dtype, found = text_shapes["dtype"], {}
+    dtype = text_shapes["dtype"]
+    tables = {name: text_shapes[name] for name in ("embedding", "head")}
+    found = layer_pipelines("project", dtype, _formats(tables))
     for layer in text_shapes["layers"]:
         mixer, moe = layer.get("delta") or layer["attention"], layer["moe"]
         found |= layer_pipelines("project", dtype, _formats(mixer))

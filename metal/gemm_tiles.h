@@ -41,7 +41,7 @@ struct GemmBlock {
   constexpr static constant int kRun = ROWS * kGemmStep / kThreads;       // values of x a thread
   constexpr static constant int kCodes = COLUMNS * kGemmStep / kThreads;  // codes a thread
   constexpr static constant int kOutStride = COLUMNS + 4;                 // of a staged result
-  static_assert(kRun % 4 == 0 && kCodes % 16 == 0, "a thread brings whole words");
+  static_assert((kRun == 4 || kRun % 8 == 0) && kCodes % 16 == 0, "a thread brings whole words");
 };
 
 typedef GemmBlock<16, 64, 1, 4> GemmBlock16;
@@ -121,7 +121,7 @@ struct GemmLoader {
   bool has_x;
   bool has_w;
   int first_code;  // of the step
-  vec<A, 4> x_next[kRun / 4];
+  uint4 x_next[(kRun + 7) / 8];
   uint4 words[kCodes / 8];
   A scale;
   A bias;
@@ -139,8 +139,8 @@ struct GemmLoader {
   METAL_FUNC void set_x(const device A* row, bool valid, uint tid) {
     x = row + int(tid) % (kGemmStep / kRun) * kRun;
     has_x = valid;
-    for (int i = 0; i < kRun / 4; ++i) {
-      x_next[i] = vec<A, 4>(A(0.0f));
+    for (int i = 0; i < (kRun + 7) / 8; ++i) {
+      x_next[i] = uint4(0);
     }
   }
 
@@ -167,8 +167,14 @@ struct GemmLoader {
 
   METAL_FUNC void fetch(int k) {
     if (has_x) {
-      for (int i = 0; i < kRun / 4; ++i) {
-        x_next[i] = *(const device vec<A, 4>*)(x + k + 4 * i);
+      if (kRun == 4) {
+        const uint2 few = *(const device uint2*)(x + k);
+        x_next[0][0] = few[0];
+        x_next[0][1] = few[1];
+      } else {
+        for (int i = 0; i < kRun / 8; ++i) {
+          x_next[i] = *(const device uint4*)(x + k + 8 * i);
+        }
       }
     }
     if (has_w) {
@@ -193,8 +199,12 @@ struct GemmLoader {
   template <typename Traits>
   METAL_FUNC void put(threadgroup A* xs, threadgroup A* ws, uint tid) {
     threadgroup A* x_out = xs + x_row(tid) * kGemmStride + int(tid) % (kGemmStep / kRun) * kRun;
-    for (int i = 0; i < kRun / 4; ++i) {
-      *(threadgroup vec<A, 4>*)(x_out + 4 * i) = x_next[i];
+    if (kRun == 4) {
+      *(threadgroup uint2*)x_out = uint2(x_next[0][0], x_next[0][1]);
+    } else {
+      for (int i = 0; i < kRun / 8; ++i) {
+        *(threadgroup uint4*)(x_out + 8 * i) = x_next[i];
+      }
     }
     threadgroup A* w_out = ws + w_row(tid) * kGemmStride + first_code;
     for (int i = 0; i < kCodes / 16; ++i) {
@@ -239,6 +249,18 @@ METAL_FUNC void gemm_sums(
   }
 }
 
+// The block's results in threadgroup memory, row stride Block::kOutStride, visible to all threads.
+template <typename Block, typename TileType>
+METAL_FUNC const threadgroup float* gemm_staged(
+    thread TileType& tile, threadgroup float4* shared, uint sg) {
+  threadgroup float* result = (threadgroup float*)shared;
+  const int row = int(sg) / Block::kColumnGroups * Block::kTileRows * 8;
+  const int column = int(sg) % Block::kColumnGroups * Block::kTileColumns * 8;
+  tile.store(result + row * Block::kOutStride + column, Block::kOutStride);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return result;
+}
+
 // Hands the block's results to store.put(row, column, values), four neighbouring columns at a time.
 template <typename Block, typename TileType, typename Store>
 METAL_FUNC void gemm_results(
@@ -247,11 +269,7 @@ METAL_FUNC void gemm_results(
     threadgroup float4* shared,
     uint tid,
     uint sg) {
-  threadgroup float* result = (threadgroup float*)shared;
-  const int row = int(sg) / Block::kColumnGroups * Block::kTileRows * 8;
-  const int column = int(sg) % Block::kColumnGroups * Block::kTileColumns * 8;
-  tile.store(result + row * Block::kOutStride + column, Block::kOutStride);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const threadgroup float* result = gemm_staged<Block>(tile, shared, sg);
   for (int i = int(tid); i < Block::kRows * Block::kColumns / 4; i += Block::kThreads) {
     const int r = i / (Block::kColumns / 4);
     const int c = i % (Block::kColumns / 4) * 4;
@@ -268,11 +286,7 @@ METAL_FUNC void gemm_pair_results(
     uint tid,
     uint sg) {
   constexpr int kHalf = Block::kColumns / 2;
-  threadgroup float* result = (threadgroup float*)shared;
-  const int row = int(sg) / Block::kColumnGroups * Block::kTileRows * 8;
-  const int column = int(sg) % Block::kColumnGroups * Block::kTileColumns * 8;
-  tile.store(result + row * Block::kOutStride + column, Block::kOutStride);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const threadgroup float* result = gemm_staged<Block>(tile, shared, sg);
   for (int i = int(tid); i < Block::kRows * kHalf / 4; i += Block::kThreads) {
     const int r = i / (kHalf / 4);
     const int c = i % (kHalf / 4) * 4;

@@ -18,7 +18,7 @@ import lily_mlx
 from lily_mlx import _ext, ptx
 from lily_mlx.loading import load
 
-TOLERANCE = 0.03  # of the largest value, in bf16
+TOLERANCE = 0.03
 
 
 def on(device: mx.Device, run: Any, *arguments: Any, **options: Any) -> mx.array:
@@ -41,8 +41,13 @@ def layer(model: Any, index: int, field: str, x: mx.array) -> mx.array:
 
 
 def difference(a: mx.array, b: mx.array) -> float:
+    """Norm of a row's difference over its norm, not exceeded by nine rows in ten: of the others two
+    experts may be so close that rounding decides between them."""
     with mx.stream(mx.cpu):
-        return (mx.abs(a - b).max() / mx.abs(b).max()).item()
+        a, b = (y.reshape(-1, y.shape[-1]) for y in (a, b))
+        rows = mx.sort(mx.linalg.norm(a - b, axis=-1) / mx.linalg.norm(b, axis=-1))
+        worst = rows[int(0.9 * (rows.size - 1))].item()
+        return worst if mx.isfinite(a).all().item() else float("inf")
 
 
 def main() -> None:

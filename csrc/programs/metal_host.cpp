@@ -91,33 +91,39 @@ bool refuse(const std::string& kind, const std::string& reason) {
   return false;
 }
 
-bool on_nvidia([[maybe_unused]] mx::Stream s) {
+// Whether kernels are chosen as for an NVIDIA GPU: there, or on the Metal host that stands in for
+// it.
+bool for_nvidia(mx::Stream s) {
+  if (s.device == mx::Device::gpu) {
 #ifdef LILY_CUDA
-  return s.device == mx::Device::gpu;
+    return true;
 #else
-  return false;
+    return false;
 #endif
+  }
+  std::shared_ptr<Executor> host = executor();
+  return host && host->options.nvidia;
 }
 
 Choice choose(mx::Stream s, const std::string& kind, const Shape& shape) {
-  return query(kind, on_nvidia(s) ? "cuda" : "metal", shape);
+  return query(kind, for_nvidia(s) ? "cuda" : "metal", shape);
 }
 
 MatrixUnit unit_for(mx::Stream s) {
-  return on_nvidia(s) ? MatrixUnit::nvidia : MatrixUnit::simdgroup;
+  return for_nvidia(s) ? MatrixUnit::nvidia : MatrixUnit::simdgroup;
 }
 
 // One threadgroup a head leaves most of a large GPU idle: there the norm comes apart, so that more
 // can scan.
 Scan scan_for(mx::Stream s) {
-  return on_nvidia(s) ? Scan::apart : Scan::norm;
+  return for_nvidia(s) ? Scan::apart : Scan::norm;
 }
 
 constexpr size_t kMaxPrograms = 256;
 
 template <typename F>
 std::shared_ptr<const LayerProgram> cached(mx::Stream s, std::string key, F build) {
-  if (on_nvidia(s)) {
+  if (for_nvidia(s)) {
     key += " nvidia";
   }
   Global& g = global();
@@ -308,7 +314,7 @@ bool run_layer(mx::Stream s, const std::string& kind, const std::string& kernel,
   }
 #endif
 #ifdef LILY_CUDA
-  if (on_nvidia(s)) {
+  if (s.device == mx::Device::gpu) {
     run_on_cuda(s, layer, in, out);
     count(kind, kernel, "");
     return true;

@@ -24,6 +24,7 @@ struct MetalHostOptions {
   // (library, stub) for a pipeline; called without the GIL.
   std::function<std::pair<std::string, std::string>(const Pipeline&)> compile;
   DecodeOptions decode;
+  bool nvidia = false;  // layer primitives choose kernels as on an NVIDIA GPU
 };
 
 // Switches it on, or off with nullopt. Steps that are queued keep what they were queued with.

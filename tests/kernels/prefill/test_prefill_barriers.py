@@ -67,7 +67,7 @@ CASES = {
         lambda: chunk.check(chunk.Case("bf16", 1, 40, 1, 1), "checked"),
     ),
     "gemm_tiles": (
-        {"qgemm_bf16_bf16_m32": "qgemm<bfloat, bfloat, 32, SimdgroupTile>"},
+        {"qgemm_bf16_bf16_m32": "qgemm<bfloat, bfloat, GemmBlock32, SimdgroupTile>"},
         lambda: qgemm.gemm("bf16", 33, 64, 128, host="checked"),
     ),
     "gemv_rows": (

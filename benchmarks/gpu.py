@@ -59,22 +59,26 @@ def _attention(*values: tuple[int, int, int]) -> list[dict[str, int]]:
 # Label -> other ways to run it.
 SWEEP: dict[str, list[dict[str, Any]]] = {
     "all": [{"sync": False}],
-    "delta in": _tiles("delta in", "u split simdgroups blocks", (2, 8, 8, 2), (2, 8, 8, 1),
-                       (2, 8, 8, 6), (4, 4, 8, 3), (4, 4, 4, 3), (4, 4, 4, 2), (2, 8, 16, 3)),
-    "attention in": _tiles("attention in", "u split simdgroups blocks", (2, 8, 8, 2), (2, 8, 8, 1),
-                           (2, 8, 8, 5), (4, 4, 4, 2), (4, 4, 4, 1)),
-    "delta out": _tiles("delta out", "u split simdgroups", (4, 8, 8)),
-    "head": _tiles("head", "u split simdgroups blocks", (2, 8, 8, 30), (2, 8, 8, 20), (2, 8, 8, 8),
-                   (2, 8, 8, 118), (4, 4, 4, 30), (4, 4, 4, 8), (4, 4, 8, 30)),
-    "experts up": _tiles("experts up", "u r simdgroups", (2, 1, 8), (2, 3, 8), (2, 4, 8),
-                         (4, 2, 4), (4, 4, 4), (4, 6, 4)),
-    "experts down": _tiles("experts down", "r", (2,)),
+    "delta in": _tiles("delta in", "split simdgroups blocks", (8, 16, 3), (8, 8, 2)),
+    "attention in": _tiles("attention in", "r u simdgroups blocks", (4, 2, 4, 1), (2, 2, 8, 1)),
+    "delta out": _tiles("delta out", "r u split simdgroups", (2, 2, 2, 8), (2, 4, 1, 4),
+                        (2, 2, 4, 8), (1, 2, 4, 8)),
+    "attention out": _tiles("attention out", "r u split simdgroups", (2, 2, 2, 8)),
+    "experts up": _tiles("experts up", "r u simdgroups", (1, 2, 12), (2, 2, 12), (2, 2, 5),
+                         (1, 2, 8), (1, 2, 10), (1, 1, 12)),
+    "experts down": _tiles("experts down", "lanes r u", (8, 2, 2), (4, 2, 1), (8, 2, 1),
+                           (16, 2, 1), (16, 1, 1)),
+    "router": _tiles("router", "split simdgroups", (4, 16), (2, 4)),
 }  # fmt: skip
 # Attention alone, by context.
 ATTENTION_SWEEP = {
-    256: _attention((2, 8, 4), (2, 16, 2), (2, 16, 4), (1, 8, 4))
+    256: _attention((2, 8, 4), (2, 16, 4), (1, 16, 4))
     + _tiles("attention merge", "simdgroups", (8,)),
-    131072: _attention((8, 132, 4), (8, 66, 8), (8, 264, 2), (4, 99, 4)),
+    131072: [
+        {"splits": 66, "attention.simdgroups": 4},
+        {"splits": 132, "attention.simdgroups": 4},
+        {"splits": 65, "attention.simdgroups": 8},
+    ],
 }
 
 

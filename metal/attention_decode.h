@@ -189,6 +189,38 @@ struct Heads {
   float l[H];
 };
 
+// Adds up what the simdgroups of a threadgroup left of `count` heads, `first` and on: o at
+// o_shared[h - first][simdgroup][place], place (dim % 8) * 32 + dim / 8. Begins and ends with a
+// barrier.
+METAL_FUNC void merge_simdgroups(threadgroup const float* o_shared, threadgroup const float* m_shared,
+                                 threadgroup const float* l_shared, device float2* partial_ml,
+                                 device float* partial_o, int heads, int first, int count,
+                                 int head0, int split, uint tid) {
+  const int simdgroups = kAttendSimdgroups;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int e = int(tid); e < count * kD; e += simdgroups * 32) {
+    const int h = first + e / kD;
+    const int place = e % kD;
+    float top = m_shared[h];
+    for (int s = 1; s < simdgroups; ++s) {
+      top = max(top, m_shared[s * heads + h]);
+    }
+    float o = 0.0f;
+    float l = 0.0f;
+    for (int s = 0; s < simdgroups; ++s) {
+      const float w = precise::exp(m_shared[s * heads + h] - top);
+      o = fma(w, o_shared[((h - first) * simdgroups + s) * kD + place], o);
+      l = fma(w, l_shared[s * heads + h], l);
+    }
+    const int index = (head0 + h) * kSplits + split;
+    partial_o[index * kD + (place % 32) * 8 + place / 32] = o;
+    if (place == 0) {
+      partial_ml[index] = float2(top, l);
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
 // Adds up the simdgroups of a threadgroup and writes the split's partials.
 template <int H>
 METAL_FUNC void finish_split(thread Heads<H>& a, threadgroup float* o_shared,
@@ -212,28 +244,8 @@ METAL_FUNC void finish_split(thread Heads<H>& a, threadgroup float* o_shared,
         }
       }
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int e = int(tid); e < min(at_once, H - first) * kD; e += simdgroups * 32) {
-      const int h = first + e / kD;
-      const int place = e % kD;
-      float top = m_shared[h];
-      for (int s = 1; s < simdgroups; ++s) {
-        top = max(top, m_shared[s * H + h]);
-      }
-      float o = 0.0f;
-      float l = 0.0f;
-      for (int s = 0; s < simdgroups; ++s) {
-        const float w = precise::exp(m_shared[s * H + h] - top);
-        o = fma(w, o_shared[((h - first) * simdgroups + s) * kD + place], o);
-        l = fma(w, l_shared[s * H + h], l);
-      }
-      const int index = (head0 + h) * kSplits + split;
-      partial_o[index * kD + (place % 32) * 8 + place / 32] = o;
-      if (place == 0) {
-        partial_ml[index] = float2(top, l);
-      }
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    merge_simdgroups(o_shared, m_shared, l_shared, partial_ml, partial_o, H, first,
+                     min(at_once, H - first), head0, split, tid);
   }
 }
 
@@ -360,8 +372,29 @@ METAL_FUNC void attend_body(device const A* q, device const A* keys, device cons
                simdgroup, lane);
 }
 
+// A threadgroup's split, lane by lane; attention_decode_sync.h has another form.
+struct LaneAttend {
+  template <typename A>
+  static METAL_FUNC void run(device const A* q, device const A* keys, device const A* values,
+                             device float2* partial_ml, device float* partial_o,
+                             threadgroup float* o_shared, threadgroup float* m_shared,
+                             threadgroup float* l_shared, int length, int capacity, uint3 group,
+                             uint tid, uint simdgroup, uint lane) {
+#define LILY_CASE(H)                                                                            \
+  if (kPack == H) {                                                                             \
+    attend_body<A, H>(q, keys, values, partial_ml, partial_o, o_shared, m_shared, l_shared,     \
+                      length, capacity, int(group.x), int(group.y) * H, tid, simdgroup, lane);  \
+  }
+    LILY_CASE(1)
+    LILY_CASE(2)
+    LILY_CASE(4)
+    LILY_CASE(8)
+#undef LILY_CASE
+  }
+};
+
 // Grid: (kSplits, H / kPack).
-template <typename A>
+template <typename A, typename Attend = LaneAttend>
 [[kernel]] void attention_decode(
     device const A* q [[buffer(0)]], device const A* k_cache [[buffer(1)]],
     device const A* v_cache [[buffer(2)]], device const int* position [[buffer(3)]],
@@ -373,17 +406,8 @@ template <typename A>
   threadgroup float o_shared[kMergeFloats];
   threadgroup float m_shared[kMaxAttendSimdgroups * 8];
   threadgroup float l_shared[kMaxAttendSimdgroups * 8];
-#define LILY_CASE(H)                                                                             \
-  if (kPack == H) {                                                                              \
-    attend_body<A, H>(q, k_cache, v_cache, partial_ml, partial_o, o_shared, m_shared, l_shared,  \
-                      position[0] + 1, capacity, int(group.x), int(group.y) * H, tid, simdgroup, \
-                      lane);                                                                     \
-  }
-  LILY_CASE(1)
-  LILY_CASE(2)
-  LILY_CASE(4)
-  LILY_CASE(8)
-#undef LILY_CASE
+  Attend::run(q, k_cache, v_cache, partial_ml, partial_o, o_shared, m_shared, l_shared,
+              position[0] + 1, capacity, group, tid, simdgroup, lane);
 }
 
 // The uncoalesced form, four heads a threadgroup (kPack = 4): a lane computes all 256 products of

@@ -74,27 +74,6 @@ METAL_FUNC void load_slice(thread SliceX<A, UNITS>& slice, StagedRow<A> x, int p
   }
 }
 
-// The same from device memory, 128 UNITS values at x; the tensor core adds them up.
-template <typename A, int UNITS>
-METAL_FUNC void load_slice(thread SliceX<A, UNITS>& slice, device const A* x, uint lane) {
-  const bool zero = other_group(lane);
-  const uint ones[4] = {pair_one(A(0.0f)), pair_one(A(0.0f)), pair_one(A(0.0f)),
-                        pair_one(A(0.0f))};
-  device const uint4* words = (device const uint4*)x;
-  for (int i = 0; i < UNITS; ++i) {
-    for (int w = 0; w < 4; ++w) {
-      pair_up(words[(i * 4 + int(lane & 3u)) * 4 + w], zero, slice.pairs[i] + 4 * w);
-    }
-    float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    for (int s = 0; s < 8; ++s) {
-      nvidia::multiply_accumulate(c, ones, slice.pairs[i][2 * s], slice.pairs[i][2 * s + 1],
-                                  A(0.0f));
-    }
-    slice.sums[i][0] = c[0];
-    slice.sums[i][1] = c[1];
-  }
-}
-
 // A slice of two weight rows, as a lane loads it; a scale and a bias word serve two groups.
 template <typename A, int UNITS>
 struct RowPair {

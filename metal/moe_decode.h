@@ -246,28 +246,9 @@ METAL_FUNC void gate_up_body(Rows3<A> gate, Rows3<A> up, device A* act, StagedRo
 
 #define LILY_UP_SHAPES(CASE) CASE(1, 1) CASE(1, 2) CASE(2, 1) CASE(2, 2) CASE(4, 1)
 
-// A threadgroup's values of act, lane by lane; moe_decode_sync.h has another form.
-struct LaneUp {
-  constexpr static constant int kScratch = 1;  // floats of threadgroup memory
-
-  // block: the threadgroup's number within the slot.
-  template <typename A>
-  static METAL_FUNC void run(Rows3<A> gate, Rows3<A> up, device A* act, StagedRow<A> x,
-                             threadgroup float*, int first_row, int width, int bits, int block,
-                             uint, uint simdgroup, uint lane) {
-    const int own = block * kUpSimdgroups + int(simdgroup);
-#define LILY_CASE(R, U)                                                                       \
-  if (kUpR == R && kUpU == U) {                                                               \
-    gate_up_body<A, R, U>(gate, up, act, x, first_row, width, bits, own, lane);               \
-  }
-    LILY_UP_SHAPES(LILY_CASE)
-#undef LILY_CASE
-  }
-};
-
 // Grid: kTopK * ceil(kWidth / rows) + ceil(kSharedWidth / rows), rows = kUpSimdgroups * kUpR * 32 /
 // kUpLanes. KMAX bounds the hidden size: it sizes the threadgroup memory.
-template <typename A, int KMAX, typename Up = LaneUp>
+template <typename A, int KMAX>
 [[kernel]] void moe_gate_up(
     device const A* x [[buffer(0)]],
     device const float* logits [[buffer(1), function_constant(kSelect)]],
@@ -292,7 +273,7 @@ template <typename A, int KMAX, typename Up = LaneUp>
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup uint4 words[KMAX * sizeof(A) / 16];
   threadgroup float2 sums[KMAX / 8];
-  threadgroup float scratch[Up::kScratch];
+  threadgroup float scratch[1];  // of a norm, which there is none of here
   threadgroup uint picked[kMaxTopK];
   StagedRow<A> row;
   row.words = words;
@@ -302,7 +283,7 @@ template <typename A, int KMAX, typename Up = LaneUp>
   const int slot_groups = (kWidth + rows - 1) / at_least_1(rows);
   const bool shared = kHasShared && int(group.x) >= kTopK * slot_groups;
   const int slot = shared ? kTopK : int(group.x) / at_least_1(slot_groups);
-  const int block = int(group.x) - slot * slot_groups;
+  const int block = (int(group.x) - slot * slot_groups) * kUpSimdgroups + int(simdgroup);
 
   wait_for_previous();
   const bool select = !shared && kSelect;
@@ -341,8 +322,13 @@ template <typename A, int KMAX, typename Up = LaneUp>
   up.biases = shared ? shared_up_biases : up_biases;
   const int width = shared ? kSharedWidth : kWidth;
   const int bits = shared ? kSharedBits : kExpertBits;
-  Up::run(gate, up, act + slot * kWidth, row, scratch, expert * kWidth, width, bits, block, tid,
-          simdgroup, lane);
+#define LILY_CASE(R, U)                                                                            \
+  if (kUpR == R && kUpU == U) {                                                                    \
+    gate_up_body<A, R, U>(gate, up, act + slot * kWidth, row, expert * kWidth, width, bits, block, \
+                          lane);                                                                   \
+  }
+  LILY_UP_SHAPES(LILY_CASE)
+#undef LILY_CASE
 }
 
 // ---------------------------------------------------------------- down, combine, residual
@@ -418,22 +404,9 @@ METAL_FUNC void down_body(Rows3<A> down, device const A* act, threadgroup float*
 
 #define LILY_DOWN_SHAPES(CASE) CASE(1, 1) CASE(2, 1) CASE(4, 1) CASE(8, 1) CASE(2, 2) CASE(4, 2)
 
-struct LaneDown {
-  template <typename A>
-  static METAL_FUNC void run(Rows3<A> down, device const A* act, threadgroup float* products,
-                             int first_row, int row0, int width, int bits, uint lane) {
-#define LILY_CASE(R, U)                                                                       \
-  if (kDownR == R && kDownU == U) {                                                           \
-    down_body<A, R, U>(down, act, products, first_row, row0, width, bits, lane);              \
-  }
-    LILY_DOWN_SHAPES(LILY_CASE)
-#undef LILY_CASE
-  }
-};
-
 // Grid: ceil(hidden / rows), rows = kDownR * 32 / kDownLanes, at most 64; threads: 32 * (kTopK + 1
 // if kHasShared), at least `rows`.
-template <typename A, typename Down = LaneDown>
+template <typename A>
 [[kernel]] void moe_down(
     device const A* act [[buffer(0)]],
     device const uint* ids [[buffer(1), function_constant(kHasExperts)]],
@@ -480,8 +453,13 @@ template <typename A, typename Down = LaneDown>
   down.w = shared ? shared_down_w : down_w;
   down.scales = shared ? shared_down_scales : down_scales;
   down.biases = shared ? shared_down_biases : down_biases;
-  Down::run(down, act + slot * kWidth, products + slot * kMaxDownRows, first_row, row0,
-            shared ? kSharedWidth : kWidth, shared ? kSharedBits : kExpertBits, lane);
+#define LILY_CASE(R, U)                                                                            \
+  if (kDownR == R && kDownU == U) {                                                                \
+    down_body<A, R, U>(down, act + slot * kWidth, products + slot * kMaxDownRows, first_row, row0, \
+                       shared ? kSharedWidth : kWidth, shared ? kSharedBits : kExpertBits, lane);  \
+  }
+  LILY_DOWN_SHAPES(LILY_CASE)
+#undef LILY_CASE
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (owner) {
     float y = 0.0f;

@@ -16,6 +16,7 @@ struct Splits {
   int count;
   int block;  // tokens, 0: splits of equal length
   int simdgroups;
+  bool sync = false;  // attention_decode_sync.h
 
   int used(int length) const {
     if (block > 0) {
@@ -28,15 +29,20 @@ struct Splits {
 };
 
 Splits splits_of(const AttentionDims& a, int capacity, const DecodeOptions& options) {
+  const bool eight = a.heads / a.kv_heads == 8 && a.head_dim == kHeadDim;
+  const bool sync = options.sync && eight && capacity > 1024;
   if (options.splits > 0) {
-    return {options.splits, 0, 4};
+    return {options.splits, 0, 4, sync};
+  }
+  if (sync) {
+    // A threadgroup of eight simdgroups fills a multiprocessor's registers.
+    return {std::max(1, kMultiprocessors / a.kv_heads), 0, 8, true};
   }
   if (options.nvidia) {
     // Four threadgroups of query heads a split; three threadgroups fit a multiprocessor.
-    return {capacity <= 1024 ? 16 : 96, 0, 4};
+    return {capacity <= 1024 ? 16 : 99, 0, 4};
   }
-  const bool shared = a.heads / a.kv_heads == 8 && a.head_dim == kHeadDim;
-  if (options.fixed_block_from >= 0 && shared && capacity > options.fixed_block_from) {
+  if (options.fixed_block_from >= 0 && eight && capacity > options.fixed_block_from) {
     return {ceil_div(capacity, 1024), 1024, 8};
   }
   return {capacity <= 1024 ? 8 : capacity <= 8192 ? 16 : 32, 0, 4};
@@ -45,17 +51,11 @@ Splits splits_of(const AttentionDims& a, int capacity, const DecodeOptions& opti
 // Where 132 multiprocessors of 64K registers want other threads than an Apple GPU: as many
 // threadgroups as multiprocessors, or a small multiple of it that fits at once, all with the same
 // work. A second wave that is nearly empty costs as much as a full one.
-TileFields nvidia_tiles(bool sync) {
-  TileFields tiles = {{"argmax.simdgroups", 16}};
-  if (!sync) {
-    tiles.insert({{"delta in.simdgroups", 8},
-                  {"delta in.blocks", 3},
-                  {"attention in.u", 1},
-                  {"attention in.simdgroups", 9},
-                  {"experts up.simdgroups", 6},
-                  {"head.simdgroups", 4},
-                  {"head.blocks", 8}});
-  }
+const TileFields& nvidia_tiles() {
+  static const TileFields tiles = {{"attention in.u", 1},
+                                   {"attention in.simdgroups", 9},
+                                   {"experts up.simdgroups", 6},
+                                   {"argmax.simdgroups", 16}};
   return tiles;
 }
 
@@ -76,17 +76,7 @@ struct MoeTile {
   }
 };
 
-// Whether moe_decode_sync.h serves.
-bool sync_moe(const MoeDims& m, Type t) {
-  bool serves = t != Type::f32 && (m.gate.cols == 2048 || m.gate.cols == 4096);
-  for (auto* x : {&m.gate, &m.up, &m.down, &m.shared_gate, &m.shared_up, &m.shared_down}) {
-    serves = serves && x->bits == 4 && x->group == 64;
-  }
-  const int width = m.gate.rows;
-  return serves && m.shared_gate.rows == width && (width == 128 || width == 256 || width == 512);
-}
-
-MoeTile moe_tile(const MoeDims& m, Type t, const TileFields& tiles, bool sync) {
+MoeTile moe_tile(const MoeDims& m, Type t, const TileFields& tiles) {
   const int up = std::gcd(m.gate.cols * kernel_bits(m.gate, t) / 128,
                           m.shared_gate.cols * kernel_bits(m.shared_gate, t) / 128);
   const int down = std::gcd(m.down.cols * kernel_bits(m.down, t) / 128,
@@ -100,9 +90,6 @@ MoeTile moe_tile(const MoeDims& m, Type t, const TileFields& tiles, bool sync) {
   tile.down_lanes = largest_power(down, 16);
   tile.down_r = tile.down_lanes >= 8 ? 4 : tile.down_lanes >= 2 ? 2 : 1;
   tile.down_u = 1;
-  if (sync) {
-    tile = {32, 2, 2, m.gate.cols / 256, 2, 1, m.gate.rows / 128};
-  }
   override_field(tile.up_lanes, tiles, "experts up.lanes");
   override_field(tile.up_r, tiles, "experts up.r");
   override_field(tile.up_u, tiles, "experts up.u");
@@ -154,10 +141,9 @@ struct MoeRow {
 };
 
 void add_gate_up(Builder& b, const std::string& label, const MoeDims& m, const MoeSlots& w,
-                 const MoeTile& tile, bool sync, const MoePart& part, const MoeRow& row,
-                 SlotId act) {
+                 const MoeTile& tile, const MoePart& part, const MoeRow& row, SlotId act) {
   const int hidden = m.gate.cols;
-  Dispatch d(kernels().at((sync ? "sync_moe_gate_up_" : "moe_gate_up_") + suffix(b.t) + "_k" + std::to_string(kmax(hidden))));
+  Dispatch d(kernels().at("moe_gate_up_" + suffix(b.t) + "_k" + std::to_string(kmax(hidden))));
   set_constants(d, moe_constants(m, b.t, tile, part));
   d.read("x", row.x);
   if (part.routed && part.select) {
@@ -191,8 +177,7 @@ class DecodeBuilder {
         given_(options.tiles),
         b_("decode step", dims.t) {
     if (o_.nvidia && dims.embedding.cols >= 2048) {
-      const TileFields tiles = nvidia_tiles(o_.sync);
-      o_.tiles.insert(tiles.begin(), tiles.end());  // given ones stay
+      o_.tiles.insert(nvidia_tiles().begin(), nvidia_tiles().end());  // given ones stay
     }
   }
 
@@ -282,7 +267,7 @@ class DecodeBuilder {
     options.float32 = float32;
     options.eps = dims_.eps;
     options.tiles = o_.tiles;
-    options.sync = o_.sync;
+    options.sync = o_.sync && label == "delta in";  // others are faster lane by lane
     if (o_.fuse_norm) {
       options.norm = norm;
       options.row = row;
@@ -307,7 +292,6 @@ class DecodeBuilder {
     SlotId next = hidden(name + "h");
     GemvOptions options;
     options.tiles = o_.tiles;
-    options.sync = o_.sync;
     if (o_.fuse_residual) {
       options.residual = h;
       add_gemv(b_, label, {w}, y, {next}, options);
@@ -412,7 +396,9 @@ class DecodeBuilder {
     const int length = o_.context > 0 ? std::min(o_.context, capacity) : capacity;
     const int used = splits.used(length);
     const int share = a.heads / a.kv_heads;
-    const int pack = o_.coalesced ? std::min(o_.pack, largest_power(share, 8)) : 4;
+    const int pack = splits.sync      ? 8
+                     : o_.coalesced ? std::min(o_.pack, largest_power(share, 8))
+                                    : 4;
     int prepare_simdgroups = o_.nvidia ? 1 : 4, merge_simdgroups = splits.count > 32 ? 8 : 4;
     override_field(prepare_simdgroups, o_.tiles, "attention prepare.simdgroups");
     override_field(merge_simdgroups, o_.tiles, "attention merge.simdgroups");
@@ -442,8 +428,10 @@ class DecodeBuilder {
     SlotId ml = b_.scratch(name + "partial_ml", 8 * parts);
     SlotId o = b_.scratch(name + "partial_o", 4 * parts * D);
     const size_t used_parts = size_t(a.heads) * used;
-    Dispatch s(kernels().at((o_.coalesced ? "attention_decode_" : "attention_decode_strided_") +
-                            suffix(b_.t)));
+    const char* form = splits.sync    ? "sync_attention_decode_"
+                       : o_.coalesced ? "attention_decode_"
+                                      : "attention_decode_strided_";
+    Dispatch s(kernels().at(form + suffix(b_.t)));
     set_constants(s, constants);
     s.read("q", q);
     s.read("k_cache", keys).traffic({b_.size(size_t(length) * kv), {}, 0});
@@ -476,8 +464,7 @@ class DecodeBuilder {
 
   SlotId add_moe(const MoeDims& m, const std::string& name, SlotId norm, SlotId h) {
     MoeSlots w = moe_slots(b_, name, m);
-    const bool sync = o_.sync && o_.fuse_shared && sync_moe(m, b_.t);
-    const MoeTile tile = moe_tile(m, b_.t, o_.tiles, sync);
+    const MoeTile tile = moe_tile(m, b_.t, o_.tiles);
     MoeRow r{hidden(name + "x"), b_.scratch(name + "logits", 4 * size_t(m.router.rows)),
              b_.scratch(name + "shared_logit", 4), b_.scratch(name + "ids", 4 * size_t(m.top_k)),
              b_.scratch(name + "weights", 4 * size_t(m.top_k))};
@@ -496,13 +483,13 @@ class DecodeBuilder {
     }
     const int shared_width = m.shared_gate.rows;
     SlotId act = row(name + "act", m.top_k * m.gate.rows + (part.shared ? shared_width : 0));
-    add_gate_up(b_, "experts up", m, w, tile, sync, part, r, act);
+    add_gate_up(b_, "experts up", m, w, tile, part, r, act);
     SlotId shared_product;
     if (!o_.fuse_shared) {
       SlotId shared_act = row(name + "shared_act", shared_width);
       MoePart alone;
       alone.routed = false;
-      add_gate_up(b_, "shared up", m, w, tile, false, alone, r, shared_act);
+      add_gate_up(b_, "shared up", m, w, tile, alone, r, shared_act);
       shared_product = b_.scratch(name + "shared_product", 4 * size_t(m.down.rows));
       GemvOptions options;
       options.float32 = true;
@@ -510,7 +497,7 @@ class DecodeBuilder {
     }
 
     SlotId next = hidden(name + "h");
-    Dispatch d(kernels().at((sync ? "sync_moe_down_" : "moe_down_") + suffix(b_.t)));
+    Dispatch d(kernels().at("moe_down_" + suffix(b_.t)));
     set_constants(d, moe_constants(m, b_.t, tile, part));
     d.read("act", act).read("ids", r.ids).read("weights", r.weights);
     read_matrix(d, w.down, "down_w", "down_scales", "down_biases", m.top_k);

@@ -138,7 +138,7 @@ class Case:
         o = np.full((self.heads, splits, D), np.nan, np.float32)
         out = a.empty(self.heads, D)
         launch(
-            "attention_decode.metal",
+            f"attention_decode{'_sync' if kernel.startswith('sync_') else ''}.metal",
             f"{kernel}_{a.name}",
             c,
             {0: self.q, 1: self.k, 2: self.v, 3: self.position, 4: self.capacity, 5: ml, 6: o},
@@ -239,6 +239,22 @@ def test_packed_equals_unpacked_to_the_bit(block: int, simdgroups: int) -> None:
             np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
 
 
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 70, 150])
+def test_tensor_cores_checked(length: int) -> None:
+    """Tiles of 16 keys: simdgroups that have none, a last tile that ends early."""
+    case = Case(BF16, length, 152)
+    c = constants(8, simdgroups=2, splits=3, pack=8, merge=2)
+    case.check(case.run(c, "checked", "sync_attention_decode")[0])
+
+
+@pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
+@pytest.mark.parametrize("length", [2, 255, 256, 257, 1000])
+def test_tensor_cores(a: Dtype, length: int) -> None:
+    case = Case(a, length, 1024, heads=16, kv_heads=2, scale=1.5)
+    c = constants(16, 2, simdgroups=8, splits=5, pack=8)
+    case.check(case.run(c, "cpu", "sync_attention_decode")[0])
+
+
 def test_uncoalesced_form() -> None:
     case = Case(F16, 300, 320, heads=16, kv_heads=2)
     case.check(
@@ -246,12 +262,13 @@ def test_uncoalesced_form() -> None:
     )
 
 
-def test_large_scores_do_not_overflow() -> None:
+@pytest.mark.parametrize("kernel,pack", [("attention_decode", 4), ("sync_attention_decode", 8)])
+def test_large_scores_do_not_overflow(kernel: str, pack: int) -> None:
     """Scores of some thousands, growing along the context: the running maximum changes often."""
     case = Case(BF16, 64, 64, scale=1.0)
     ramp = np.linspace(1, 40, 64)[None, :, None] * np.sign(BF16.load(case.q))[0]
     case.k[:] = BF16.store(ramp * np.ones((1, 64, D)))
-    case.check(case.run(constants(8, simdgroups=2, splits=2), "cpu")[0])
+    case.check(case.run(constants(8, simdgroups=2, splits=2, pack=pack), "cpu", kernel)[0])
 
 
 def test_equal_scores_average_the_values() -> None:

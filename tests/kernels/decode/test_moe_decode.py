@@ -4,7 +4,7 @@ unfused forms.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -100,12 +100,6 @@ class Layer:
         self.logits = (rng.standard_normal(s.experts) * 2).astype(np.float32)
         self.gate_logit = rng.standard_normal(1).astype(np.float32)
 
-    sync = False  # whether moe_decode_sync.h's form runs
-
-    def launch(self, name: str, *args) -> None:
-        file, prefix = ("moe_decode_sync.metal", "sync_") if self.sync else ("moe_decode.metal", "")
-        launch(file, prefix + name, *args)
-
     def gate_up(self, host: str, c: dict, ids: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
         """(act, ids, weights) as moe_gate_up writes them."""
         s, a = self.s, self.a
@@ -127,7 +121,7 @@ class Layer:
         rows = c[92] * c[90] * (32 // c[89])
         grid = top_k * ceil_div(width, rows) + ceil_div(shared, rows)
         name = f"moe_gate_up_{a.name}_k{kmax(s.hidden)}"
-        self.launch(name, c, buffers, (grid,), 32 * c[92], host)
+        launch("moe_decode.metal", name, c, buffers, (grid,), 32 * c[92], host)
         return act, out_ids, weights
 
     def down_rows(
@@ -152,7 +146,8 @@ class Layer:
             buffers[10] = shared_product
         rows = c[94] * (32 // c[93])
         threads = 32 * (c[81] + (c[85] > 0))
-        self.launch(
+        launch(
+            "moe_decode.metal",
             f"moe_down_{a.name}",
             c,
             buffers,
@@ -210,9 +205,8 @@ def _one(w: Weight, e: int | None) -> Weight:
     return w if e is None else Weight(w.w, None, None, w.values[e], w.bits, w.group)
 
 
-def check_layer(host: str, s: Shape, a: Dtype, seed: int = 0, sync: bool = False) -> None:
+def check_layer(host: str, s: Shape, a: Dtype, seed: int = 0) -> None:
     layer = Layer(s, a, seed)
-    layer.sync = sync
     c = constants(s)
     act, ids, weights = layer.gate_up(host, c)
     want_ids, want_weights = route(layer.logits, s.top_k, s.norm)
@@ -296,17 +290,6 @@ def test_group_128() -> None:
     check_layer(
         "cpu", Shape(32, 8, 512, 128, 128, group=128, up=(16, 2, 1, 4), down=(4, 2, 1)), BF16
     )
-
-
-@pytest.mark.parametrize("host", ["checked", "cpu"])
-def test_tensor_cores(host: str) -> None:
-    """moe_decode_sync.h: rows that end inside a threadgroup's; 8 and 4 simdgroups."""
-    s = Shape(32, 2, 1024, 128, 128, up=(16, 1, 2, 4), down=(2, 2, 1))
-    check_layer(host, s, BF16, sync=True)
-    s = Shape(32, 3, 1024, 256, 256, norm=False, up=(32, 3, 4, 2), down=(2, 1, 2))
-    if host == "cpu":
-        check_layer(host, replace(s, hidden=2048, width=512, shared=512, up=(32, 3, 2, 8),
-                                  down=(2, 1, 4)), BF16, sync=True)  # fmt: skip
 
 
 # ---------------------------------------------------------------- the pick

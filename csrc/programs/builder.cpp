@@ -160,6 +160,29 @@ std::optional<GemvTile> sync_tile(Type t, const std::vector<MatrixDims>& matrice
   return GemvTile{2, 1, 2, split, split, ceil_div(blocks, kMultiprocessors * (16 / split))};
 }
 
+void check_tile(const GemvTile& tile, const std::vector<MatrixDims>& matrices, Type t, bool sync,
+                const std::string& label) {
+  // LILY_GEMV_SHAPES of gemv.h; gemv_sync.h.
+  static const std::vector<std::pair<int, int>> lanes_shapes = {{1, 1}, {1, 2}, {1, 4}, {2, 1},
+                                                                {2, 2}, {4, 1}, {4, 2}, {8, 1}};
+  static const std::vector<std::pair<int, int>> sync_shapes = {{1, 2}, {1, 4}};
+  const auto& shapes = sync ? sync_shapes : lanes_shapes;
+  bool fits = std::find(shapes.begin(), shapes.end(), std::pair{tile.r, tile.u}) != shapes.end() &&
+              tile.simdgroups <= 16 && tile.simdgroups % tile.split == 0;
+  for (const MatrixDims& m : matrices) {
+    const int units = m.cols * kernel_bits(m, t) / 128;
+    fits = fits && (sync ? m.cols == 128 * tile.u * tile.split
+                         : units % (tile.lanes * tile.u * tile.split) == 0);
+  }
+  if (!fits) {
+    throw std::invalid_argument(
+        label + ": no kernel for lanes " + std::to_string(tile.lanes) + ", r " +
+        std::to_string(tile.r) + ", u " + std::to_string(tile.u) + ", split " +
+        std::to_string(tile.split) + ", simdgroups " + std::to_string(tile.simdgroups) + " with " +
+        std::to_string(matrices[0].cols) + " columns; metal/gemv.h has the shapes");
+  }
+}
+
 void override_tile(GemvTile& tile, const TileFields& tiles, const std::string& label) {
   override_field(tile.lanes, tiles, label + ".lanes");
   override_field(tile.r, tiles, label + ".r");
@@ -247,6 +270,7 @@ void add_gemv(Builder& b, const std::string& label, const std::vector<MatrixSlot
       options.sync ? sync_tile(b.t, dims, options.float32) : std::optional<GemvTile>();
   GemvTile tile = sync ? *sync : gemv_tile(dims[0].cols, bits, rows);
   override_tile(tile, options.tiles, label);
+  check_tile(tile, dims, b.t, sync.has_value(), label);
   const bool wide = options.float32 && b.t != Type::f32;
   Dispatch d(kernels().at((sync ? "sync_gemv_" : "gemv_") + suffix(b.t) + (wide ? "_f32_k" : "_k") +
                           std::to_string(kmax(dims[0].cols))));

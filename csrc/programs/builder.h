@@ -135,6 +135,9 @@ Constants gemv_constants(Type t, const std::vector<MatrixDims>& matrices, const 
 // The tensor-core form's tile, for an NVIDIA card of `kMultiprocessors`, and whether it has a kernel.
 constexpr int kMultiprocessors = 132;
 std::optional<GemvTile> sync_tile(Type t, const std::vector<MatrixDims>& matrices, bool float32);
+// Throws std::invalid_argument where no kernel is compiled for this tile, or K is no multiple of it.
+void check_tile(const GemvTile& tile, const std::vector<MatrixDims>& matrices, Type t, bool sync,
+                const std::string& label);
 void override_tile(GemvTile& tile, const TileFields& tiles, const std::string& label);
 int gemv_groups(const std::vector<MatrixDims>& matrices, const GemvTile& tile);
 int kmax(int cols);

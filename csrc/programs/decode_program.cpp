@@ -16,6 +16,7 @@ struct Splits {
   int count;
   int block;  // tokens, 0: splits of equal length
   int simdgroups;
+  int pack = 4;       // query heads of one KV head a threadgroup
   bool sync = false;  // attention_decode_sync.h
 
   int used(int length) const {
@@ -32,15 +33,18 @@ Splits splits_of(const AttentionDims& a, int capacity, const DecodeOptions& opti
   const bool eight = a.heads / a.kv_heads == 8 && a.head_dim == kHeadDim;
   const bool sync = options.sync && eight && capacity > 1024;
   if (options.splits > 0) {
-    return {options.splits, 0, 4, sync};
+    return {options.splits, 0, 4, sync ? 8 : 4, sync};
   }
   if (sync) {
     // A threadgroup of eight simdgroups fills a multiprocessor's registers.
-    return {std::max(1, kMultiprocessors / a.kv_heads), 0, 8, true};
+    return {std::max(1, kMultiprocessors / a.kv_heads), 0, 8, 8, true};
   }
   if (options.nvidia) {
+    if (capacity <= 1024) {
+      return {16, 0, 4, 1};  // as many threadgroups as there can be
+    }
     // Four threadgroups of query heads a split; three threadgroups fit a multiprocessor.
-    return {capacity <= 1024 ? 16 : 99, 0, 4};
+    return {99, 0, 4};
   }
   if (options.fixed_block_from >= 0 && eight && capacity > options.fixed_block_from) {
     return {ceil_div(capacity, 1024), 1024, 8};
@@ -54,7 +58,8 @@ Splits splits_of(const AttentionDims& a, int capacity, const DecodeOptions& opti
 const TileFields& nvidia_tiles() {
   static const TileFields tiles = {{"attention in.u", 1},
                                    {"attention in.simdgroups", 9},
-                                   {"experts up.simdgroups", 6},
+                                   {"experts up.r", 1},
+                                   {"experts up.simdgroups", 12},
                                    {"argmax.simdgroups", 16}};
   return tiles;
 }
@@ -97,6 +102,13 @@ MoeTile moe_tile(const MoeDims& m, Type t, const TileFields& tiles) {
   override_field(tile.down_lanes, tiles, "experts down.lanes");
   override_field(tile.down_r, tiles, "experts down.r");
   override_field(tile.down_u, tiles, "experts down.u");
+  if (up % (tile.up_lanes * tile.up_u) != 0 || down % (tile.down_lanes * tile.down_u) != 0) {
+    throw std::invalid_argument(
+        "experts: a row of " + std::to_string(up) + " and " + std::to_string(down) +
+        " units is no multiple of lanes * u (up " + std::to_string(tile.up_lanes) + " * " +
+        std::to_string(tile.up_u) + ", down " + std::to_string(tile.down_lanes) + " * " +
+        std::to_string(tile.down_u) + ")");
+  }
   return tile;
 }
 
@@ -396,9 +408,8 @@ class DecodeBuilder {
     const int length = o_.context > 0 ? std::min(o_.context, capacity) : capacity;
     const int used = splits.used(length);
     const int share = a.heads / a.kv_heads;
-    const int pack = splits.sync      ? 8
-                     : o_.coalesced ? std::min(o_.pack, largest_power(share, 8))
-                                    : 4;
+    const int asked = o_.pack > 0 && !splits.sync ? o_.pack : splits.pack;
+    const int pack = o_.coalesced ? std::min(asked, largest_power(share, 8)) : 4;
     int prepare_simdgroups = o_.nvidia ? 1 : 4, merge_simdgroups = splits.count > 32 ? 8 : 4;
     override_field(prepare_simdgroups, o_.tiles, "attention prepare.simdgroups");
     override_field(merge_simdgroups, o_.tiles, "attention merge.simdgroups");
@@ -536,6 +547,7 @@ class DecodeBuilder {
                          : gemv_tile(head.dims.cols, {kernel_bits(head.dims, b_.t)},
                                      head.dims.rows);
     override_tile(tile, o_.tiles, "head");
+    check_tile(tile, {head.dims}, b_.t, sync.has_value(), "head");
     int partials = gemv_groups({head.dims}, tile), simdgroups = tile.simdgroups;
     if (!o_.fuse_head) {
       partials = std::min(64, ceil_div(vocabulary, 256));

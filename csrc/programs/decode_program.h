@@ -54,7 +54,7 @@ struct DecodeOptions {
   bool fuse_route = true;        // the experts are picked where they are needed
   bool fuse_shared = true;       // the shared expert with the routed ones
   bool fuse_head = true;         // the first stage of argmax inside the head
-  int pack = 4;                  // query heads of one KV head a threadgroup
+  int pack = 0;                  // query heads of one KV head a threadgroup; 0: by the backend
   bool coalesced = true;         // neighbouring lanes read neighbouring bytes of the cache
   int fixed_block_from =
       32768;            // tokens of capacity above which splits have a fixed length; < 0: never

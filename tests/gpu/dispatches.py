@@ -201,7 +201,9 @@ def _equal(a: np.ndarray, b: np.ndarray) -> float:
 
 def _embed(d: Dispatch) -> float:
     c = d.c
-    m = d.matrix("w", "scales", "biases", c["kRows0"], c["kK"], c["kBits0"], c["kGroup"])
+    m = d.matrix(
+        "w", "scales", "biases", c["kRows0"], c["kK"], c.get("kBits0", 4), c.get("kGroup", 64)
+    )
     token = int(d.arrays["token"][0])
     return _equal(d.arrays["h"], A.store(m.values(0, slice(token, token + 1))[0]))
 
@@ -233,8 +235,8 @@ def _gemv(d: Dispatch) -> float:
     for i in range(4):
         if not c[f"kRows{i}"]:
             continue
-        m = d.matrix(f"w{i}", f"scales{i}", f"biases{i}", c[f"kRows{i}"], c["kK"], c[f"kBits{i}"],
-                     c["kGroup"])  # fmt: skip
+        m = d.matrix(f"w{i}", f"scales{i}", f"biases{i}", c[f"kRows{i}"], c["kK"], c.get(f"kBits{i}", 4),
+                     c.get("kGroup", 64))  # fmt: skip
         exact, size = m.product(x)
         size = size * (_sum_size(d) + slack)
         if c["kResidual"]:
@@ -248,7 +250,9 @@ def _gemv(d: Dispatch) -> float:
 def _head(d: Dispatch) -> float:
     c = d.c
     x, slack = _row(d)
-    m = d.matrix("w", "scales", "biases", c["kRows0"], c["kK"], c["kBits0"], c["kGroup"])
+    m = d.matrix(
+        "w", "scales", "biases", c["kRows0"], c["kK"], c.get("kBits0", 4), c.get("kGroup", 64)
+    )
     exact, size = m.product(x)
     logits = d["logits"]
     best = int(np.argmax(logits))

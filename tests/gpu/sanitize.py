@@ -149,6 +149,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("what", nargs="*", metavar="TOOL", help=f"of {', '.join(TOOLS)} (all)")
     parser.add_argument("--sanitizer", help="the compute-sanitizer to use")
+    parser.add_argument("--kernels", default="", help="check only those that this matches (regex)")
     parser.add_argument("--seconds", type=float, default=180, help="a tool's limit (%(default)s)")
     parser.add_argument("--output", type=Path, help="a folder for all that the tools print")
     arguments = parser.parse_args(argv)
@@ -164,7 +165,7 @@ def main(argv: list[str]) -> None:
     if sanitizer is None:
         sys.exit("compute-sanitizer is not found; it comes with CUDA or with pip install "
                  "nvidia-cuda-sanitizer-api, or name it with --sanitizer.")  # fmt: skip
-    names = entries()
+    names = [name for name in entries() if re.search(arguments.kernels, name)]
     print(f"{len(names)} kernels under {sanitizer}", flush=True)
     clean = [
         check(sanitizer, tool, names, arguments.seconds, arguments.output)

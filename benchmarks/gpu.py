@@ -528,7 +528,9 @@ def main(argv: list[str]) -> None:
 
     if not arguments.output:
         arguments.output = common.RESULTS / f"gpu-35b-{common.device_name()}.json"
-    report = common.heading("gpu", argv)
+    # The command as anyone would give it: where this run's file went is nobody's concern.
+    at = argv.index("--output") if "--output" in argv else len(argv)
+    report = common.heading("gpu", argv[:at] + argv[at + 2 :])
     report["device"] = mx.device_info().get("device_name")
     report["mlx"] = mx.__version__
     report["environment"] = {k: os.environ[k] for k in gpu_report.RAISED if k in os.environ}

@@ -91,10 +91,8 @@ def with_residency(ptx: str, entry: str, constants: dict[str, Any]) -> str:
 
     Left to itself the assembler takes a few more than that, and half as many fit.
     """
-    simdgroups = constants.get("kSimdgroups", constants.get("kUpSimdgroups"))
-    if not entry.startswith(("sync_gemv_", "sync_head_", "sync_moe_gate_up_")) or not simdgroups:
-        return ptx
-    if RESIDENT % int(simdgroups):
+    simdgroups = constants.get("kSimdgroups")
+    if not entry.startswith(("sync_gemv_", "sync_head_")) or RESIDENT % simdgroups:
         return ptx
     bound = f".maxntid {32 * simdgroups}, 1, 1\n.minnctapersm {RESIDENT // simdgroups}"
     return re.sub(rf"(\.entry {entry}\([^)]*\))", rf"\1\n{bound}", ptx, count=1)
@@ -272,23 +270,44 @@ CAPACITIES = (1024, 1280)
 """KV capacities that between them use every way to cut the cache."""
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Compile what the given models (by default the bundled one) run on an NVIDIA GPU."""
+def packaged() -> dict[str, Any]:
+    """The pipelines that the package carries, by key: those of the bundled model and of the shapes
+    of Qwen3.6-35B-A3B. From a checkout."""
     import lily_mlx
-    from lily_mlx import kernels, trace
+    from benchmarks import ledger
+    from lily_mlx.loading import load
+
+    bundled, _ = load(str(lily_mlx.BUNDLED_MODEL), lazy=True)
+    return model_pipelines(bundled) | model_pipelines(ledger.model())
+
+
+def model_pipelines(model: Any) -> dict[str, Any]:
+    """The pipelines of a loaded model's decode step and layer primitives, by key."""
+    from lily_mlx import trace
+
+    shapes = trace.dims(model.language_model)
+    return decode_pipelines(shapes, CAPACITIES) | prefill_pipelines(shapes)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Compile what models run on an NVIDIA GPU: the package's own, or those of --model besides."""
+    from lily_mlx import kernels
     from lily_mlx.loading import load
 
     parser = argparse.ArgumentParser(prog="lily_mlx.ptx", description=main.__doc__)
     parser.add_argument("--model", action="append", help="a model folder; may be repeated")
     parser.add_argument("--output", type=Path, default=FOLDER, help="where the PTX goes")
     arguments = parser.parse_args(argv)
-    found: dict[str, Any] = {}
-    for path in arguments.model or [str(lily_mlx.BUNDLED_MODEL)]:
-        model, _ = load(path, lazy=True)
-        shapes = trace.dims(model.language_model)
-        found |= decode_pipelines(shapes, CAPACITIES) | prefill_pipelines(shapes)
+    kernels.load()
+    if arguments.model:
+        found: dict[str, Any] = {}
+        for path in arguments.model:
+            found |= model_pipelines(load(path, lazy=True)[0])
+    else:
+        found = packaged()
+        (arguments.output / "index.json").unlink(missing_ok=True)  # others' kernels go
     count = build(found.values(), kernels.folder(), arguments.output)
-    print(f"{arguments.output}: {len(found)} pipelines, {count} compiled now")
+    print(f"{arguments.output}: {len(found)} pipelines, {count} written")
 
 
 if __name__ == "__main__":

@@ -235,8 +235,8 @@ def _gemv(d: Dispatch) -> float:
     for i in range(4):
         if not c[f"kRows{i}"]:
             continue
-        m = d.matrix(f"w{i}", f"scales{i}", f"biases{i}", c[f"kRows{i}"], c["kK"], c.get(f"kBits{i}", 4),
-                     c.get("kGroup", 64))  # fmt: skip
+        m = d.matrix(f"w{i}", f"scales{i}", f"biases{i}", c[f"kRows{i}"], c["kK"],
+                     c.get(f"kBits{i}", 4), c.get("kGroup", 64))  # fmt: skip
         exact, size = m.product(x)
         size = size * (_sum_size(d) + slack)
         if c["kResidual"]:

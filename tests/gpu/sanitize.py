@@ -1,12 +1,13 @@
 """NVIDIA's compute-sanitizer over our kernels: the bundled model, briefly, under each tool.
 
-python -m tests.gpu.sanitize [TOOL ...]   memcheck, racecheck, initcheck; a line each
-python -m tests.gpu.sanitize workload     what runs under them, by itself
+python -m tests.gpu.sanitize [TOOL ...]   memcheck, racecheck, initcheck; a line a tool and part
+python -m tests.gpu.sanitize steps        a part of what runs under them, by itself: steps, chunk
 
 compute-sanitizer comes with CUDA, or with the package nvidia-cuda-sanitizer-api; --sanitizer names
 it where it is not found. Only kernels of the PTX folder are checked, by their exact names, since
 what MLX's own kernels do is not ours; their writes still count as initialisation. Before memcheck
-a read past a buffer is planted, to show that the tool sees our kernels.
+a read past a buffer is planted, to show that the tool sees our kernels. Where the chunk fails, the
+same prompt runs on stock mlx-lm alone, to tell our faults from those of the tool or of MLX.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck", "initcheck")
+PARTS = ("steps", "chunk")
 FOUND = 9  # the exit status when a tool finds something
 PLANTED = "argmax_final"  # reads a value a thread
 CAPACITY = 1024  # rows of keys and values at which a step is cut into splits another way
@@ -35,19 +37,19 @@ def entries() -> list[str]:
     return sorted({entry for _, entry in index.values()})
 
 
-def workload() -> None:
-    """A prompt token by token and as a chunk, decode steps, and caches that grow past a switch."""
+def workload(part: str) -> None:
+    """steps: a prompt token by token, and caches that grow past a switch; chunk: a prompt at once,
+    then steps; stock: a prompt at once on stock mlx-lm."""
     import mlx.core as mx
 
     import lily_mlx
     from benchmarks import gpu
     from lily_mlx import decode
 
-    model, _ = lily_mlx.load(str(lily_mlx.BUNDLED_MODEL))
-    choice = model.language_model.decode_plan().choice
-    if not choice:
-        sys.exit(f"the decode step does not run here: {choice.reason}")
-    prompt = [(37 * i + 5) % model.language_model.args.vocab_size for i in range(40)]
+    engine = "stock" if part == "stock" else "lily"
+    model, _ = lily_mlx.load(str(lily_mlx.BUNDLED_MODEL), engine=engine)
+    vocabulary = model.language_model.args.vocab_size
+    prompt = [(37 * i + 5) % vocabulary for i in range(40)]
 
     def steps(caches: list, token: mx.array, count: int) -> list[int]:
         out = []
@@ -57,18 +59,24 @@ def workload() -> None:
             out.append(token.item())
         return out
 
-    one_by_one = model.make_cache()
-    for i in prompt:
-        last = steps(one_by_one, mx.array([[i]]), 1)
-    chunk = model.make_cache()
-    logits = model(mx.array([prompt]), cache=chunk)
-    mx.eval(logits, [c.state for c in chunk])
+    if part != "stock":
+        choice = model.language_model.decode_plan().choice
+        if not choice:
+            sys.exit(f"the decode step does not run here: {choice.reason}")
+    caches = model.make_cache()
+    if part == "steps":
+        for i in prompt:
+            last = steps(caches, mx.array([[i]]), 1)
+        print("token by token:", last + steps(caches, mx.array([last]), 8))
+        # The step that outgrows its keys and values cuts them another way.
+        grown = gpu.caches_at(model, CAPACITY - 4, CAPACITY)
+        print("grown caches:  ", steps(grown, mx.array([[7]]), 8))
+        return
+    logits = model(mx.array([prompt]), cache=caches)
+    mx.eval(logits, [c.state for c in caches])
     first = mx.argmax(logits[:, -1:], axis=-1)
-    print("token by token:", last + steps(one_by_one, mx.array([last]), 8))
-    print("as a chunk:    ", [first.item(), *steps(chunk, first, 8)])
-    # The step that outgrows its keys and values cuts them another way.
-    grown = gpu.caches_at(model, CAPACITY - 4, CAPACITY)
-    print("grown caches:  ", steps(grown, mx.array([[7]]), 8))
+    more = steps(caches, first, 8) if part == "chunk" else []
+    print("as a chunk:    ", [first.item(), *more])
 
 
 def plant() -> None:
@@ -121,22 +129,31 @@ def run(sanitizer: str, tool: str, words: list[str], names: list[str], seconds: 
 
 
 def check(sanitizer: str, tool: str, names: list[str], seconds: float, folder: Path | None) -> bool:
-    """Run one tool and print its line; whether it is clean."""
-    begin = time.monotonic()
+    """Run one tool over each part and print its lines; whether all are clean."""
     if tool == "memcheck":
         status, output = run(sanitizer, tool, ["plant"], names, seconds, folder)
         if status != FOUND:
             print(f"FAILED memcheck   did not see a planted fault: status {status}, "
                   f"{summary(output)}\n{output[-2000:]}", flush=True)  # fmt: skip
             return False
-    status, output = run(sanitizer, tool, ["workload"], names, seconds, folder)
-    took = f"{time.monotonic() - begin:.0f} s"
-    if status == 0:
-        print(f"ok     {tool:10} {summary(output)}, {took}", flush=True)
-        return True
-    why = f"not done in {seconds:.0f} s" if status is None else f"status {status}"
-    print(f"FAILED {tool:10} {summary(output)}, {why}, {took}\n{output[:4000]}", flush=True)
-    return False
+    clean = True
+    for part in PARTS:
+        begin = time.monotonic()
+        status, output = run(sanitizer, tool, [part], names, seconds, folder)
+        took = f"{time.monotonic() - begin:.0f} s"
+        if status == 0:
+            print(f"ok     {tool:10} {part:6} {summary(output)}, {took}", flush=True)
+            continue
+        clean = False
+        why = f"not done in {seconds:.0f} s" if status is None else f"status {status}"
+        print(f"FAILED {tool:10} {part:6} {summary(output)}, {why}, {took}\n{output[:4000]}",
+              flush=True)  # fmt: skip
+        if part == "chunk":
+            status, output = run(sanitizer, tool, ["stock"], names, seconds, folder)
+            print(f"       {tool:10} stock  {summary(output)}, status {status}: "
+                  f"{'stock alone passes' if status == 0 else 'stock alone fails too'}",
+                  flush=True)  # fmt: skip
+    return clean
 
 
 def main(argv: list[str]) -> None:
@@ -153,8 +170,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seconds", type=float, default=180, help="a tool's limit (%(default)s)")
     parser.add_argument("--output", type=Path, help="a folder for all that the tools print")
     arguments = parser.parse_args(argv)
-    if arguments.what == ["workload"]:
-        return workload()
+    if len(arguments.what) == 1 and arguments.what[0] in (*PARTS, "stock"):
+        return workload(arguments.what[0])
     if arguments.what == ["plant"]:
         return plant()
     unknown = [tool for tool in arguments.what if tool not in TOOLS]

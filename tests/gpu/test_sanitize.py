@@ -26,11 +26,11 @@ SEES_THE_PLANT = """case "$*" in
 def test_only_our_kernels_are_checked_by_their_names():
     names = sanitize.entries()
     assert "gdn_step_bf16" in names and len(names) == len(set(names))
-    words = sanitize.command("cs", "initcheck", ["workload"], names)
+    words = sanitize.command("cs", "initcheck", ["steps"], names)
     filters = [words[i + 1] for i, w in enumerate(words) if w == "--kernel-name"]
     assert filters == [f"kne={n}" for n in names]
     assert words[words.index("--error-exitcode") + 1] == str(sanitize.FOUND)
-    assert words[-4:] == [sys.executable, "-m", "tests.gpu.sanitize", "workload"]
+    assert words[-4:] == [sys.executable, "-m", "tests.gpu.sanitize", "steps"]
     assert "--report-api-errors" not in words
 
 
@@ -41,10 +41,12 @@ def test_a_clean_run(tmp_path, capsys):
         sanitize.main(words)
     assert end.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("ok     memcheck   ERROR SUMMARY: 0 errors")
-    assert lines[2].startswith("ok     initcheck  ERROR SUMMARY: 0 errors")
-    logs = {p.name for p in (tmp_path / "logs").iterdir()}
-    assert logs == {"memcheck-plant.txt", "memcheck-workload.txt", "initcheck-workload.txt"}
+    parts = [f"{tool:10} {part:6}" for tool in words[:2] for part in sanitize.PARTS]
+    assert len(lines) == 1 + len(parts)
+    for line, part in zip(lines[1:], parts, strict=True):
+        assert line.startswith(f"ok     {part} ERROR SUMMARY: 0 errors")
+    logs = {p.stem for p in (tmp_path / "logs").iterdir()}
+    assert logs == {"memcheck-plant"} | {"-".join(part.split()) for part in parts}
 
 
 @pytest.mark.parametrize(
@@ -83,11 +85,21 @@ def test_an_unknown_tool_is_named(capsys):
     assert "there is no tool 'leakcheck'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("stock,words", [(0, "stock alone passes"), (1, "stock alone fails too")])
+def test_stock_runs_where_a_chunk_fails(tmp_path, capsys, stock, words):
+    body = f'case "$*" in *" stock") exit {stock};; *" chunk") exit 9;; esac'
+    with pytest.raises(SystemExit):
+        sanitize.main(["racecheck", "--sanitizer", fake(tmp_path, body)])
+    out = capsys.readouterr().out
+    assert "ok     racecheck  steps" in out and "FAILED racecheck  chunk" in out and words in out
+
+
 def test_the_workload(capsys):
     """On the CPU: both ways to read the prompt go on with the same words, and caches grow."""
     with mx.stream(mx.cpu):
-        sanitize.workload()
-    one_by_one, chunk, grown = (
+        for part in (*sanitize.PARTS, "stock"):
+            sanitize.workload(part)
+    one_by_one, grown, chunk, stock = (
         line.split(":")[1].split() for line in capsys.readouterr().out.splitlines()
     )
-    assert one_by_one == chunk and len(chunk) == 9 and len(grown) == 8
+    assert one_by_one == chunk and len(chunk) == 9 and len(grown) == 8 and len(stock) == 1

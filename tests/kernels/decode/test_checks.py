@@ -28,6 +28,7 @@ INSTANCE = 'template [[host_name("{0}")]] [[kernel]] decltype(lily::{1}) lily::{
 # What each scenario needs of its file, so that a changed copy compiles fast.
 INSTANCES = {
     "gemv.metal": {"gemv_bf16_k2048": "gemv<bfloat, bfloat, 2048>"},
+    "gemv_sync.metal": {"sync_gemv_bf16_k2048": "gemv<bfloat, bfloat, 2048, lily::SyncProducts>"},
     "head.metal": {"head_gemv_bf16_k2048": "head_gemv<bfloat, 2048>"},
     "gdn_step.metal": {
         "gdn_step_bf16": "gdn_step<bfloat>",
@@ -70,6 +71,24 @@ def run_split() -> None:
     )
 
 
+def run_sync() -> None:
+    """Two rounds of gathering."""
+    gemv.run(
+        "checked",
+        BF16,
+        512,
+        [85, 16],
+        [4, 4],
+        sync=True,
+        **harness.SYNC,
+        u=2,
+        split=2,
+        simdgroups=4,
+        blocks=6,
+        norm=True,
+    )
+
+
 def run_head() -> None:
     head.check_head("checked", BF16, 45, 256, 4, lanes=8, r=2, u=1, simdgroups=2, blocks=2)
 
@@ -108,6 +127,7 @@ def run_moe() -> None:
 SCENARIOS: dict[str, Callable[[], None]] = {
     "norm": run_norm,
     "split": run_split,
+    "sync": run_sync,
     "head": run_head,
     "gdn": run_gdn,
     "gdn parts": run_gdn_parts,
@@ -121,10 +141,11 @@ SCENARIOS: dict[str, Callable[[], None]] = {
 BARRIERS = {
     "common.h": ["norm", "norm"],
     "gemv.h": ["split"],
+    "gemv_sync.h": ["sync", "sync"],
     "head.h": ["head"],
     "gdn_step.h": ["gdn", "gdn", "gdn parts"],
     "attention_decode.h": ["prepare", "attention", "attention", "strided", "attention"],
-    "moe_decode.h": ["moe", "moe", "moe"],
+    "moe_decode.h": ["moe", "moe"],
 }
 
 

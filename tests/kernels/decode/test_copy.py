@@ -9,7 +9,9 @@ UNIT = 16
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
-@pytest.mark.parametrize("src_units, dst_units", [(0, 5), (1, 1), (255, 256), (256, 257), (300, 513)])
+@pytest.mark.parametrize(
+    "src_units, dst_units", [(0, 5), (1, 1), (255, 256), (256, 257), (300, 513)]
+)
 def test_rows_are_copied_and_padded_with_zeros(rows, src_units, dst_units):
     kernel = Library("metal/copy.metal", host="checked")["copy_rows"]
     source = np.random.default_rng(0).integers(1, 2**32, (rows, src_units * 4), dtype=np.uint32)

@@ -1,5 +1,5 @@
-"""The GEMMs on NVIDIA's tensor cores, emulated: as on simdgroup_matrix, and the same bits whatever the
-block."""
+"""The GEMMs on NVIDIA's tensor cores, emulated: as on simdgroup_matrix, and the same bits whatever
+the block."""
 
 import re
 from pathlib import Path

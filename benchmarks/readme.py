@@ -108,47 +108,6 @@ def _load(result: dict[str, Any]) -> str:
     return warning if busy(result) else ""
 
 
-def _decode(result: dict[str, Any]) -> str:
-    lines = []
-    for row in result["decode"]:
-        stock = row.get("stock")
-        lines.append(
-            [
-                f"{row['context']:,}",
-                compare.number(row["lily"]),
-                compare.number(stock) if stock else "-",
-                _ratio(row["lily"] / stock if stock else None),
-            ]
-        )
-    table = markdown_table(["tokens in the caches", "lily tok/s", "stock tok/s", "ratio"], lines)
-    forced, greedy = result.get("teacher_forced"), result["bundled_greedy"]
-    words = "One sequence, greedy, caches filled with random values."
-    if forced:
-        words += (
-            f" Teacher-forced, the two engines' logits differ by at most "
-            f"{forced['largest_difference']:.1e} of the largest, with the same top-1 in "
-            f"{forced['same_top_1']:.0%}."
-        )
-    if greedy["equal"]:
-        words += " 64 greedy tokens of the bundled model equal those of the CPU reference."
-    shortest = min(int(k.removeprefix("kernels_")) for k in result if k.startswith("kernels_"))
-    kernels = result[f"kernels_{shortest}"]
-    rows = [
-        [
-            r["label"],
-            str(r["dispatches"]),
-            f"{r['us']:.1f}",
-            f"{r['total_us']:.0f}",
-            f"{r['floor_us']:.0f}",
-        ]
-        for r in sorted(kernels, key=lambda r: -r["total_us"])
-    ]
-    header = [f"kernel (a step at {shortest} tokens)", "n", "us each", "us", "floor us"]
-    rate = result["copy_tb_s"]
-    floor = f"Floor: declared bytes at the {rate:.2f} TB/s of a copy in the same run."
-    return "\n\n".join([table, words, markdown_table(header, rows), floor])
-
-
 def _gpu_rates(result: dict[str, Any]) -> str:
     """Decode and prefill by length; a column that no row fills is left away."""
     columns = []
@@ -283,9 +242,10 @@ def figures(folder: Path) -> str:
                 f"{result['date']}{_load(result)}):\n\n{write(result)}\n\n"
                 f"    {result['command']}"
             )
-    for result in gpu_results(results):
+    of_gpus = gpu_results(results)
+    for result in of_gpus:
         picture = ""
-        if result is gpu_results(results)[-1]:
+        if result is of_gpus[-1]:
             what = "Decode and prefill, lily_mlx and stock mlx-lm, by length"
             picture = f"![{what}]({GPU_PICTURE})\n\n"
         commands = dict.fromkeys(result.get("commands", [result["command"]]))
@@ -294,13 +254,6 @@ def figures(folder: Path) -> str:
             f"{result['weights_gb']:.1f} GB; mlx {result['versions']['mlx']}, mlx-lm "
             f"{result['versions']['mlx-lm']}; {result['date']}):\n\n{picture}{_gpu(result)}\n\n"
             + "\n".join(f"    {c}" for c in commands)
-        )
-    # Results from before the command did all of this.
-    for result in (r for r in results if "bundled_greedy" in r and "routine" not in r):
-        parts.append(
-            f"**Decode at the shapes of Qwen3.6-35B-A3B** (random 4-bit weights, "
-            f"{result['weights_gb']:.1f} GB; {result['device']}; mlx {result['mlx']}; "
-            f"{result['note']}):\n\n{_decode(result)}\n\n    python -m benchmarks gpu"
         )
     if not parts:
         raise ValueError(f"No results in {folder}: run `python -m benchmarks model` first.")

@@ -298,7 +298,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", action="append", help="a model folder; may be repeated")
     parser.add_argument("--output", type=Path, default=FOLDER, help="where the PTX goes")
     arguments = parser.parse_args(argv)
-    kernels.load()
     if arguments.model:
         found: dict[str, Any] = {}
         for path in arguments.model:

@@ -12,7 +12,6 @@ from lily_mlx import kernels, ptx
 
 def test_the_package_has_what_its_models_run():
     index = json.loads((ptx.FOLDER / "index.json").read_text())
-    kernels.load()
     assert set(index) == set(ptx.packaged())
     files = {name for name, _ in index.values()}
     assert files == {path.name for path in ptx.FOLDER.glob("*.ptx")}
@@ -22,7 +21,6 @@ def test_it_is_not_stale(tmp_path: Path):
     """Compiled again it is the same text, so long as the compiler is the same."""
     toolchain = pytest.importorskip("metal.host.toolchain")
     try:
-        kernels.load()
         ptx.build(ptx.packaged().values(), kernels.folder(), tmp_path)
     except toolchain.HostError as error:
         pytest.skip(f"no compiler for PTX here: {error}")

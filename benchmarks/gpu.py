@@ -52,33 +52,32 @@ def _tiles(label: str, fields: str, *values: tuple[int, ...]) -> list[dict[str, 
     return [{f"{label}.{f}": v for f, v in zip(fields.split(), row, strict=True)} for row in values]
 
 
-def _attention(*values: tuple[int, int, int]) -> list[dict[str, int]]:
-    return [{"pack": p, "splits": s, "attention.simdgroups": n} for p, s, n in values]
+def _attention(*values: tuple[int, int]) -> list[dict[str, int]]:
+    return [{"splits": s, "attention.simdgroups": n} for s, n in values]
 
 
 # Label -> other ways to run it.
 SWEEP: dict[str, list[dict[str, Any]]] = {
-    "all": [{"sync": False}],
+    "all": [{"sync": False}, {"fuse_route": True}],
     "delta in": _tiles("delta in", "split simdgroups blocks", (8, 16, 3), (8, 8, 2)),
     "attention in": _tiles("attention in", "r u simdgroups blocks", (4, 2, 4, 1), (2, 2, 8, 1)),
     "delta out": _tiles("delta out", "r u split simdgroups", (2, 2, 2, 8), (1, 2, 2, 8),
-                        (1, 4, 1, 4), (4, 1, 4, 8), (2, 1, 4, 8)),
-    "attention out": _tiles("attention out", "r u split simdgroups", (2, 2, 2, 8)),
-    "experts up": _tiles("experts up", "r u simdgroups", (1, 2, 16), (2, 2, 6), (2, 2, 5),
+                        (1, 4, 1, 4), (4, 1, 4, 8)),
+    "attention out": _tiles("attention out", "r u split simdgroups", (2, 2, 2, 8), (2, 1, 4, 8)),
+    "experts up": _tiles("experts up", "r u simdgroups", (1, 2, 16), (2, 2, 6), (2, 2, 8),
                          (1, 2, 8), (1, 2, 11)),
     "experts down": _tiles("experts down", "lanes r u", (8, 2, 2), (4, 2, 1), (8, 2, 1),
                            (16, 2, 1), (16, 1, 1)),
-    "router": _tiles("router", "split simdgroups", (4, 16), (2, 4)),
+    "router": _tiles("router", "r split simdgroups", (1, 4, 16), (1, 2, 4), (1, 4, 8)),
+    "delta step": _tiles("delta step", "simdgroups", (8,), (32,)),
 }  # fmt: skip
 # Attention alone, by context.
 ATTENTION_SWEEP = {
-    256: _attention((2, 8, 4), (2, 16, 4), (1, 16, 4))
-    + _tiles("attention merge", "simdgroups", (8,)),
-    131072: [
-        {"splits": 66, "attention.simdgroups": 4},
-        {"splits": 132, "attention.simdgroups": 4},
-        {"splits": 65, "attention.simdgroups": 8},
-    ],
+    256: _attention((8, 4), (32, 4)) + _tiles("attention merge", "simdgroups", (8,)),
+    2048: _attention((33, 4), (66, 4), (66, 8)),
+    8192: _attention((44, 4), (66, 8)),
+    32768: _attention((66, 4), (132, 4)),
+    131072: _attention((66, 8), (132, 8)),
 }
 
 
@@ -215,7 +214,7 @@ def kernels(model: nn.Module, context: int, rate: float) -> list[dict[str, Any]]
         mx.eval(model(mx.array([[token]]), cache=caches))
     session = caches[0]._loan[0]
     moved: dict[str, int] = {}
-    for d in lily_mlx.trace(model, "decode", context=context + 3).dispatches:
+    for d in lily_mlx.trace(model, "decode", context=context + 3, **ptx.NVIDIA).dispatches:
         moved[d["label"]] = moved.get(d["label"], 0) + d["read"] + d["written"]
     return [
         gpu_report.kernel_row(label, count, seconds, moved[label], rate)

@@ -102,8 +102,12 @@ DecodeDims decode_dims(nb::dict d) {
   return dims;
 }
 
+// "nvidia" stands for all that its backend starts with; other keys change that.
 DecodeOptions decode_options(nb::dict d) {
   DecodeOptions o;
+  if (d.contains("nvidia") && nb::cast<bool>(d["nvidia"])) {
+    o = nvidia_options();
+  }
   const std::vector<std::pair<const char*, bool*>> switches = {
       {"logits", &o.logits},
       {"fuse_norm", &o.fuse_norm},

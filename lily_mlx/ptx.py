@@ -263,10 +263,10 @@ def _register_once() -> None:
 UNIT = "nvidia"
 """The matrix unit that the NVIDIA backend's GEMMs are compiled for."""
 
-NVIDIA = {"logits": True, "nvidia": True, "sync": True}
+NVIDIA = {"nvidia": True}
 """Options of the decode step with which the NVIDIA backend starts."""
 
-CAPACITIES = (1024, 1280)
+CAPACITIES = (1024, 1280, 8192, 32768, 131072)
 """KV capacities that between them use every way to cut the cache."""
 
 

@@ -21,9 +21,9 @@ METAL_FUNC int at_least_1(int x) {
   return max(x, 1);
 }
 
-// Some backends (NVIDIA) start a dispatch of a step while the previous one still runs. What a kernel
-// does before this call may read weights, the position, and what was written two dispatches before
-// or earlier; it writes nothing. Elsewhere a dispatch starts when all of that is there.
+// Some backends (NVIDIA) start a dispatch of a step while the previous one still runs. What a
+// kernel does before this call may read weights, the position, and what was written two dispatches
+// before or earlier; it writes nothing. Elsewhere a dispatch starts when all of that is there.
 METAL_FUNC void wait_for_previous() {
 #if defined(__NVPTX__)
   nvidia::wait_for_previous();
@@ -88,13 +88,32 @@ METAL_FUNC uint4 narrow(thread const float* x, float) {
   return u;
 }
 
+// Eight values of A as they are in memory, so that they can be on their way during other work.
+template <typename A>
+struct Piece {
+  uint4 words[sizeof(A) / 2];
+};
+
+template <typename A>
+METAL_FUNC void load_piece(device const A* p, thread Piece<A>& piece) {
+  for (int i = 0; i < int(sizeof(A)) / 2; ++i) {
+    piece.words[i] = ((device const uint4*)p)[i];
+  }
+}
+
+template <typename A>
+METAL_FUNC void widen(thread const Piece<A>& piece, thread float* x) {
+  for (int i = 0; i < int(sizeof(A)) / 2; ++i) {
+    widen(piece.words[i], x + i * int(16 / sizeof(A)), A(0.0f));
+  }
+}
+
 // Eight values of A from a 16-byte aligned address.
 template <typename A>
 METAL_FUNC void load8(device const A* p, thread float* x) {
-  device const uint4* words = (device const uint4*)p;
-  for (int i = 0; i < int(sizeof(A)) / 2; ++i) {
-    widen(words[i], x + i * int(16 / sizeof(A)), A(0.0f));
-  }
+  Piece<A> piece;
+  load_piece(p, piece);
+  widen(piece, x);
 }
 
 // ---------------------------------------------------------------- activations
@@ -352,24 +371,29 @@ METAL_FUNC void add_tile(thread const Tile<A, R, U>& t, StagedRow<A> x, int firs
 }
 
 // Stages K values of h (K a multiple of 8), normalised when `norm`: rnd(h * rsqrt(mean(h^2) + eps)
-// * weight), by `simdgroups` simdgroups. A barrier must follow. copy, when not null, gets the staged
-// row too.
+// * weight), by `simdgroups` simdgroups. A barrier must follow. copy, when not null, gets the
+// staged row too. Where `waits`, h is the previous dispatch's result, and the norm's weight, which
+// comes from memory while h is in the cache, is asked for before the wait for it.
 template <typename A>
 METAL_FUNC void stage_pieces(StagedRow<A> row, device const A* h, device const A* weight,
                              device A* copy, int K, bool norm, bool write_copy, float eps,
                              threadgroup float* scratch, uint tid, uint simdgroup, uint lane,
-                             int simdgroups) {
+                             int simdgroups, bool waits) {
   const int threads = simdgroups * 32;
   const int pieces = K / 8;
   // The first piece of a thread stays in registers: it is all there is when K <= 8 * threads.
   float x[8];
   float w[8];
+  Piece<A> first_weight;
   const bool has = int(tid) < pieces;
+  if (has && norm) {
+    load_piece(weight + tid * 8, first_weight);
+  }
+  if (waits) {
+    wait_for_previous();
+  }
   if (has) {
     load8(h + tid * 8, x);
-    if (norm) {
-      load8(weight + tid * 8, w);
-    }
   }
   float scale = 1.0f;
   if (norm) {
@@ -392,11 +416,13 @@ METAL_FUNC void stage_pieces(StagedRow<A> row, device const A* h, device const A
   for (int p = int(tid); p < pieces; p += threads) {
     if (p != int(tid)) {
       load8(h + p * 8, x);
-      if (norm) {
-        load8(weight + p * 8, w);
-      }
     }
     if (norm) {
+      if (p == int(tid)) {
+        widen(first_weight, w);
+      } else {
+        load8(weight + p * 8, w);
+      }
       for (int i = 0; i < 8; ++i) {
         x[i] = float(A(x[i] * scale * w[i]));
       }
@@ -410,14 +436,14 @@ METAL_FUNC void stage_pieces(StagedRow<A> row, device const A* h, device const A
   }
 }
 
-// The same by all simdgroups, with the barrier.
+// The same by all simdgroups, with the wait and the barrier.
 template <typename A>
 METAL_FUNC void stage_row(StagedRow<A> row, device const A* h, device const A* weight,
                           device A* copy, int K, bool norm, bool write_copy, float eps,
                           threadgroup float* scratch, uint tid, uint simdgroup, uint lane,
                           int simdgroups) {
   stage_pieces(row, h, weight, copy, K, norm, write_copy, eps, scratch, tid, simdgroup, lane,
-               simdgroups);
+               simdgroups, true);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 

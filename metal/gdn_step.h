@@ -11,9 +11,9 @@
 //
 // Layout of threads. A state row (one value channel, 128 fp32) belongs to 8 lanes, 16 values each,
 // four rows a simdgroup: a load reads four whole 128-byte lines, a sum over the row is three
-// shuffles. A simdgroup holds RB = 32 / kGdnSimdgroups such sets of four rows in registers; all of
-// its state is asked for before the convolution starts. The state is read from one buffer and
-// written to another, and so is the conv state.
+// shuffles. A simdgroup holds 32 / kGdnSimdgroups such sets of four rows in registers; all of its
+// state is asked for before qkv is there. The state may be written where it is read: a threadgroup
+// owns its rows. The conv state goes to another buffer.
 //
 // Bytes a value head: 128 KiB of state read and written; conv state 6 * 384 * 2 and conv weight 3
 // KiB. 35B layer (32 heads): 4.2 MB, of which all but 0.1 MB is the state.
@@ -37,23 +37,37 @@ METAL_FUNC int conv_channels() {
   return (2 * kKeyHeads + kValueHeads) * kHeadDim;
 }
 
+// What the convolution of one channel needs beside its new row: older rows and the taps.
+template <typename A>
+struct ConvChannel {
+  A x[3];
+  A w[4];
+};
+
+template <typename A>
+METAL_FUNC void load_conv(thread ConvChannel<A>& c, int channel, device const A* conv_state,
+                          device const A* conv_weight) {
+  for (int i = 0; i < 3; ++i) {
+    c.x[i] = conv_state[i * conv_channels() + channel];
+  }
+  for (int i = 0; i < 4; ++i) {
+    c.w[i] = conv_weight[channel * 4 + i];
+  }
+}
+
 // Convolution and SiLU of one channel; writes its new conv rows when `owner`.
 template <typename A>
-METAL_FUNC float conv_channel(int channel, bool owner, device const A* qkv,
-                              device const A* conv_state, device const A* conv_weight,
-                              device A* conv_state_out) {
+METAL_FUNC float conv_channel(thread const ConvChannel<A>& c, int channel, bool owner,
+                              device const A* qkv, device A* conv_state_out) {
   const int channels = conv_channels();
-  const A x1 = conv_state[channels + channel];
-  const A x2 = conv_state[2 * channels + channel];
   const A x3 = qkv[channel];
-  device const A* w = conv_weight + channel * 4;
-  float sum = float(conv_state[channel]) * float(w[0]);
-  sum = fma(float(x1), float(w[1]), sum);
-  sum = fma(float(x2), float(w[2]), sum);
-  sum = fma(float(x3), float(w[3]), sum);
+  float sum = float(c.x[0]) * float(c.w[0]);
+  sum = fma(float(c.x[1]), float(c.w[1]), sum);
+  sum = fma(float(c.x[2]), float(c.w[2]), sum);
+  sum = fma(float(x3), float(c.w[3]), sum);
   if (owner) {
-    conv_state_out[channel] = x1;
-    conv_state_out[channels + channel] = x2;
+    conv_state_out[channel] = c.x[1];
+    conv_state_out[channels + channel] = c.x[2];
     conv_state_out[2 * channels + channel] = x3;
   }
   return silu(sum);
@@ -76,11 +90,9 @@ METAL_FUNC float dot4(float4 a, float4 b, float sum) {
 }
 
 // g and beta of one value head.
-template <typename A>
-METAL_FUNC float2 gdn_gates(int head, device const A* a, device const A* b,
-                            device const float* a_log, device const A* dt_bias) {
-  const float rate = precise::exp(a_log[head]) * softplus(float(a[head]) + float(dt_bias[head]));
-  return float2(precise::exp(-rate), sigmoid(float(b[head])));
+METAL_FUNC float2 gdn_gates(float a, float b, float a_log, float dt_bias) {
+  const float rate = precise::exp(a_log) * softplus(a + dt_bias);
+  return float2(precise::exp(-rate), sigmoid(b));
 }
 
 // The part of a row's 128 values that a lane holds: 4 * i + 32 * j, i = lane % 8, j < 4.
@@ -125,7 +137,7 @@ METAL_FUNC float inverse_rms(float4 y, float eps) {
   return precise::rsqrt(group_sum(squares, 32) / float(kHeadDim) + eps);
 }
 
-template <typename A, int RB>
+template <typename A, int SIMDGROUPS>
 METAL_FUNC void gdn_step_body(device const A* qkv, device const A* z, device const A* b,
                               device const A* a, device const A* conv_state,
                               device const A* conv_weight, device const float* a_log,
@@ -134,35 +146,43 @@ METAL_FUNC void gdn_step_body(device const A* qkv, device const A* z, device con
                               device float* state_out, device A* out, threadgroup float4* x,
                               threadgroup float4* y, threadgroup float2* gates, int head, uint tid,
                               uint simdgroup, uint lane) {
-  const int threads = kGdnSimdgroups * 32;
+  constexpr int kThreads = SIMDGROUPS * 32;
+  constexpr int kBlocks = 32 / SIMDGROUPS;                             // of four rows a simdgroup
+  constexpr int kChannels = (3 * kHeadDim + kThreads - 1) / kThreads;  // a thread
   const int ratio = kValueHeads / at_least_1(kKeyHeads);
   const int key_head = head / ratio;
 
-  RowPart s[RB];
-  for (int r = 0; r < RB; ++r) {
-    const int row = (r * kGdnSimdgroups + int(simdgroup)) * 4 + int(lane / 8);
+  // All that the previous dispatch has no part in, before the wait: it comes from memory.
+  RowPart s[kBlocks];
+  for (int r = 0; r < kBlocks; ++r) {
+    const int row = (r * SIMDGROUPS + int(simdgroup)) * 4 + int(lane / 8);
     s[r] = load_row_part(state + (head * kHeadDim + row) * kHeadDim, lane);
   }
+  ConvChannel<A> conv[kChannels];
+  int channel[kChannels];
+  for (int c = 0; c < kChannels; ++c) {
+    const int i = min(int(tid) + c * kThreads, 3 * kHeadDim - 1);
+    const int first = i < kHeadDim       ? key_head
+                      : i < 2 * kHeadDim ? kKeyHeads + key_head
+                                         : 2 * kKeyHeads + head;
+    channel[c] = first * kHeadDim + i % kHeadDim;
+    load_conv(conv[c], channel[c], conv_state, conv_weight);
+  }
+  const A weight = norm_weight[tid % kHeadDim];
+  const float head_a_log = a_log[head];
+  const A head_dt_bias = dt_bias[head];
   issue_loads();
   wait_for_previous();
-  float zv = 0.0f;
-  float weight = 0.0f;
-  if (int(tid) < kHeadDim) {
-    zv = float(z[head * kHeadDim + int(tid)]);
-    weight = float(norm_weight[tid]);
+  const A zv = z[head * kHeadDim + int(tid) % kHeadDim];
+  if (int(tid) == kThreads - 1) {
+    gates[0] = gdn_gates(float(a[head]), float(b[head]), head_a_log, float(head_dt_bias));
   }
-  if (int(tid) == threads - 1) {
-    gates[0] = gdn_gates(head, a, b, a_log, dt_bias);
-  }
-  for (int i = int(tid); i < 3 * kHeadDim; i += threads) {
-    const int part = i / kHeadDim;  // q, k, v
-    const int within = i % kHeadDim;
-    const int first = part == 0   ? key_head
-                      : part == 1 ? kKeyHeads + key_head
-                                  : 2 * kKeyHeads + head;
-    const bool owner = part == 2 || head % ratio == 0;
-    ((threadgroup float*)x)[i] = conv_channel(first * kHeadDim + within, owner, qkv, conv_state,
-                                              conv_weight, conv_state_out);
+  for (int c = 0; c < kChannels; ++c) {
+    const int i = int(tid) + c * kThreads;
+    if (i < 3 * kHeadDim) {
+      const bool owner = i >= 2 * kHeadDim || head % ratio == 0;
+      ((threadgroup float*)x)[i] = conv_channel(conv[c], channel[c], owner, qkv, conv_state_out);
+    }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -175,8 +195,8 @@ METAL_FUNC void gdn_step_body(device const A* qkv, device const A* z, device con
     k.v[j] = round4<A>(x[32 + j * 8 + int(lane % 8)] * k_scale);
   }
   const float2 gate = gates[0];
-  for (int r = 0; r < RB; ++r) {
-    const int row = (r * kGdnSimdgroups + int(simdgroup)) * 4 + int(lane / 8);
+  for (int r = 0; r < kBlocks; ++r) {
+    const int row = (r * SIMDGROUPS + int(simdgroup)) * 4 + int(lane / 8);
     const float v = float(A(((threadgroup const float*)x)[2 * kHeadDim + row]));
     const float sum = delta_row(s[r], q, k, v, gate.x, gate.y);
     store_row_part(state_out + (head * kHeadDim + row) * kHeadDim, lane, s[r]);
@@ -189,7 +209,7 @@ METAL_FUNC void gdn_step_body(device const A* qkv, device const A* z, device con
   if (int(simdgroup) < kHeadDim / 32) {
     const float scale = inverse_rms(y[lane], kGdnEps);
     out[head * kHeadDim + int(tid)] =
-        A(((threadgroup const float*)y)[tid] * scale * weight * silu(zv));
+        A(((threadgroup const float*)y)[tid] * scale * float(weight) * silu(float(zv)));
   }
 }
 
@@ -207,11 +227,11 @@ template <typename A>
   threadgroup float4 x[3 * kHeadDim / 4];
   threadgroup float4 y[kHeadDim / 4];
   threadgroup float2 gates[1];
-#define LILY_CASE(SIMDGROUPS)                                                                   \
-  if (kGdnSimdgroups == SIMDGROUPS) {                                                           \
-    gdn_step_body<A, 32 / SIMDGROUPS>(qkv, z, b, a, conv_state, conv_weight, a_log, dt_bias,    \
-                                      norm_weight, state, conv_state_out, state_out, out, x, y, \
-                                      gates, int(group.x), tid, simdgroup, lane);               \
+#define LILY_CASE(SIMDGROUPS)                                                                     \
+  if (kGdnSimdgroups == SIMDGROUPS) {                                                             \
+    gdn_step_body<A, SIMDGROUPS>(qkv, z, b, a, conv_state, conv_weight, a_log, dt_bias,           \
+                                 norm_weight, state, conv_state_out, state_out, out, x, y, gates, \
+                                 int(group.x), tid, simdgroup, lane);                             \
   }
   LILY_CASE(8)
   LILY_CASE(16)
@@ -233,7 +253,9 @@ template <typename A>
   threadgroup float4 x[kHeadDim / 4];
   const int head = int(group.x);
   const int channel = head * kHeadDim + int(tid);
-  const float v = conv_channel(channel, true, qkv, conv_state, conv_weight, conv_state_out);
+  ConvChannel<A> conv;
+  load_conv(conv, channel, conv_state, conv_weight);
+  const float v = conv_channel(conv, channel, true, qkv, conv_state_out);
   ((threadgroup float*)x)[tid] = v;
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const float scale = inverse_length(x, lane);
@@ -268,7 +290,7 @@ template <typename A>
     }
   }
   const float v = float(hat[(2 * kKeyHeads + head) * kHeadDim + row]);
-  const float2 gate = gdn_gates(head, a, b, a_log, dt_bias);
+  const float2 gate = gdn_gates(float(a[head]), float(b[head]), a_log[head], float(dt_bias[head]));
   const float sum = delta_row(s, q, k, v, gate.x, gate.y);
   store_row_part(state_out + (head * kHeadDim + row) * kHeadDim, lane, s);
   if (lane % 8 == 0) {

@@ -140,7 +140,6 @@ METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, device const A* h
       }
       load_tile(tile, m.w, m.scales, m.biases, rows, units, groups, m.bits, kGroup, first, lanes);
       issue_loads();
-      wait_for_previous();
       stage_row(x, h, norm_weight, x_out, kK, kNorm, kWriteX && group == 0, kEps, scratch, tid,
                 simdgroup, lane, kSimdgroups);
     }

@@ -175,7 +175,6 @@ METAL_FUNC void gemv_sync_body(thread const Matrix<A, O>* matrices, device const
     load_row(next, 1, m.w, m.scales, m.biases, min(row + 8, m.rows - 1), units, part, lane);
   }
   issue_loads();
-  wait_for_previous();
   stage_row(x, h, norm_weight, x_out, kK, kNorm, kWriteX && group == 0, kEps, scratch, tid,
             simdgroup, lane, kSimdgroups);
   SliceX<A, UNITS> slice;

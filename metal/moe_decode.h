@@ -3,23 +3,22 @@
 //
 // moe_gate_up: picks the experts (softmax over all, the kTopK most probable, ties to the lowest
 // id), then for each of them and for the shared expert act = rnd(silu(gate_proj x) * (up_proj x)).
-// The pick is done again by one simdgroup of each threadgroup that needs it, in about 600
-// instructions, instead of in a dispatch of its own; the first threadgroup writes ids and weights
-// for moe_down.
+// The pick is done again by each threadgroup that needs it, instead of in a dispatch of its own;
+// the first threadgroup writes ids and weights for moe_down.
 //
 // moe_down: y = sum over slots, in descending order of probability, of weight * (down_proj act),
 // then + sigmoid(shared gate) * (shared down_proj act); out = rnd(h + rnd(y)). No atomics. An id
 // past the experts reads the last one's weights instead of memory that is not there.
 //
-// moe_route.h: the pick apart (ablation). The shared expert apart: moe_gate_up with kTopK = 0, a GEMV
-// with fp32 results, and moe_down with kSharedGiven.
+// moe_route.h: the pick apart, in front of moe_gate_up: the form of NVIDIA's GPUs, on which what a
+// kernel knows of before the previous one has ended is on its way by then. The shared expert apart:
+// moe_gate_up with kTopK = 0, a GEMV with fp32 results, and moe_down with kSharedGiven.
 //
 // Layout of threads. moe_gate_up: a threadgroup works on one slot; kUpLanes lanes share a row, a
 // simdgroup does kUpR * 32 / kUpLanes values of act, reading each one's gate row and up row; x is
 // staged once a threadgroup. moe_down: a threadgroup has a simdgroup a slot and does kDownR * 32 /
 // kDownLanes output rows; a lane keeps its part of the slot's act in registers for all of them. All
-// loads of a block of rows are issued before one is used. The pick: kTopK times
-// the best of the simdgroup, each lane with its own of every 32 experts.
+// loads of a block of rows are issued before one is used.
 //
 // Bytes (35B, 4 bits, group 64): moe_gate_up 9 * 2 * 512 rows of 1152 = 10.6 MB; moe_down 2048 * 9
 // rows of 288 = 5.3 MB; logits, x and act stay in the cache.
@@ -55,7 +54,7 @@ constant bool kHasShared [[function_constant(97)]];     // kSharedWidth > 0
 constant bool kExpertScales [[function_constant(98)]];  // kHasExperts and kExpertBits <= 8
 constant bool kSharedScales [[function_constant(99)]];  // kHasShared and kSharedBits <= 8
 constant bool kSelect [[function_constant(100)]];  // moe_gate_up picks, and writes ids and weights
-constant bool kGivenIds [[function_constant(101)]];  // moe_gate_up reads ids
+constant bool kGivenIds [[function_constant(101)]];  // moe_gate_up reads ids; moe_route wrote them
 constant bool kSharedGiven
     [[function_constant(102)]];  // moe_down adds a shared product made elsewhere
 constant bool kSharedGate [[function_constant(103)]];  // moe_down: kHasShared or kSharedGiven
@@ -65,96 +64,131 @@ constant constexpr int kMaxChunks = 16;    // of 32 experts
 constant constexpr int kMaxDownRows = 64;  // output rows of a threadgroup of moe_down
 
 // ---------------------------------------------------------------- the pick
+//
+// By all simdgroups of a threadgroup, a lane an expert of every 32, in loops instead of unrolled
+// over the experts: little code, which is new to the GPU in each layer. (One simdgroup with eight
+// experts a lane, without a barrier, took 4 us on an H200.)
 
-// What lane r < kTopK knows after the pick: the expert of rank r (0 is the most probable) and its
-// final weight.
-struct Pick {
-  uint id;
-  float weight;
+constant constexpr int kTaken = -2147483647 - 1;  // less than any probability
+
+struct PickSpace {
+  int4 best[kMaxChunks * kMaxTopK / 4];  // the kTopK of each 32 experts, in order of their ids
+  uint expert[kMaxChunks * kMaxTopK];    // whose they are
+  float sums[kMaxChunks];                // of exp over each 32 experts
+  uint ids[kMaxTopK];                    // by rank, 0 the most probable
+  float probabilities[kMaxTopK];
 };
 
-// This lane's logit of every 32 experts, so that their loads can be in flight during other work.
+// What a lane needs of the logits, so that it can be on its way during other work.
 struct Logits {
-  float value[kMaxChunks];
+  float top;              // the greatest of every 32
+  float own[kMaxChunks];  // of the chunks that this simdgroup ranks
 };
 
-METAL_FUNC Logits load_logits(device const float* logits, uint lane) {
-  Logits l;
-#pragma clang loop unroll(full)
-  for (int i = 0; i < kMaxChunks; ++i) {
-    if (i < kExperts / 32) {
-      l.value[i] = logits[i * 32 + int(lane)];
-    }
-  }
-  return l;
+METAL_FUNC int picked_chunks() {  // a simdgroup
+  const int simdgroups = at_least_1(kUpSimdgroups);
+  return (kExperts / 32 + simdgroups - 1) / simdgroups;
 }
 
-// Softmax of logits and the kTopK best, by one simdgroup, with neither barriers nor memory: a
-// probability is not negative, so its bits order as an integer does, and the best of 32
-// lanes is one reduction, its lowest expert another. A NaN counts as less than all others, so ids
-// are always distinct and valid.
-METAL_FUNC Pick pick_experts(thread const Logits& all, uint lane) {
-  constexpr int kTaken = -2147483647 - 1;
+METAL_FUNC void load_logits(thread Logits& l, device const float* logits, uint simdgroup,
+                            uint lane) {
   const int chunks = kExperts / 32;
-  float top = minus_infinity();
+  l.top = minus_infinity();
 #pragma clang loop unroll(full)
   for (int i = 0; i < kMaxChunks; ++i) {
+    if (i < picked_chunks()) {
+      const int chunk = min(int(simdgroup) + i * kUpSimdgroups, chunks - 1);
+      l.own[i] = logits[chunk * 32 + int(lane)];
+    }
     if (i < chunks) {
-      top = max(top, all.value[i]);
+      l.top = max(l.top, logits[i * 32 + int(lane)]);
     }
   }
-  top = group_max(top);
-  float p[kMaxChunks];
+}
+
+METAL_FUNC bool comes_before(int order, int at, int other_order, int other_at) {
+  return order > other_order || (order == other_order && at < other_at);
+}
+
+// Softmax of logits and the kTopK best into space.ids and space.probabilities; a barrier must
+// follow. A probability is not negative, so its bits order as an integer does. Each chunk of 32
+// experts keeps its kTopK best, by counting who comes before whom; among those the same again, four
+// lanes each. They stand in order of their ids where they are equal. A NaN counts as less than all
+// others, so ids are always distinct and valid.
+METAL_FUNC void pick_experts(thread const Logits& logits, threadgroup PickSpace& space, uint tid,
+                             uint simdgroup, uint lane) {
+  const int simdgroups = at_least_1(kUpSimdgroups);
+  const int chunks = kExperts / 32;
+  const int each = picked_chunks();
+  const int candidates = chunks * kTopK;
+  const int padded = (candidates + 15) / 16 * 16;
+  float e[kMaxChunks];
+  const float top = group_max(logits.top);
+#pragma clang loop unroll(full)
+  for (int i = 0; i < kMaxChunks; ++i) {
+    const int chunk = int(simdgroup) + i * simdgroups;
+    if (i < each && chunk < chunks) {
+      e[i] = precise::exp(logits.own[i] - top);
+      const float sum = group_sum(e[i], 32);
+      if (lane == 0) {
+        space.sums[chunk] = sum;
+      }
+    }
+  }
+  threadgroup int* best = (threadgroup int*)space.best;
+  if (int(tid) < padded - candidates) {
+    best[candidates + int(tid)] = kTaken;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
   float sum = 0.0f;
+  for (int i = 0; i < chunks; ++i) {
+    sum += space.sums[i];
+  }
 #pragma clang loop unroll(full)
   for (int i = 0; i < kMaxChunks; ++i) {
-    if (i < chunks) {
-      p[i] = precise::exp(all.value[i] - top);
-      sum += p[i];
-    }
-  }
-  sum = group_sum(sum, 32);
-  int order[kMaxChunks];
-#pragma clang loop unroll(full)
-  for (int i = 0; i < kMaxChunks; ++i) {
-    if (i < chunks) {
-      const float probability = p[i] / sum;
-      order[i] = isnan(probability) ? -1 : as_type<int>(probability);
-    }
-  }
-  Pick pick;
-  pick.id = 0;
-  pick.weight = 0.0f;
-  float weights = 0.0f;
-#pragma clang loop unroll(full)
-  for (int rank = 0; rank < kMaxTopK; ++rank) {
-    if (rank < kTopK) {
-      int best = kTaken;
-      uint expert = 0;
-#pragma clang loop unroll(full)
-      for (int i = 0; i < kMaxChunks; ++i) {
-        if (i < chunks) {
-          const bool better = order[i] > best;
-          best = better ? order[i] : best;
-          expert = better ? uint(i * 32) + lane : expert;
-        }
+    const int chunk = int(simdgroup) + i * simdgroups;
+    if (i < each && chunk < chunks) {
+      const float probability = e[i] / sum;
+      const int order = isnan(probability) ? -1 : as_type<int>(probability);
+      int rank = 0;
+#pragma clang loop unroll_count(4)
+      for (int j = 0; j < 32; ++j) {
+        rank += comes_before(simd_shuffle(order, ushort(j)), j, order, int(lane)) ? 1 : 0;
       }
-      const int best_of_all = simd_max(best);
-      const uint id = simd_min(best == best_of_all ? expert : 0xffffffffu);
-#pragma clang loop unroll(full)
-      for (int i = 0; i < kMaxChunks; ++i) {
-        if (i < chunks) {
-          order[i] = uint(i * 32) + lane == id ? kTaken : order[i];
-        }
+      if (rank < kTopK) {
+        best[chunk * kTopK + rank] = order;
+        space.expert[chunk * kTopK + rank] = uint(chunk * 32) + lane;
       }
-      const float weight = best_of_all < 0 ? -1.0f : as_type<float>(best_of_all);
-      weights += weight;
-      pick.id = int(lane) == rank ? id : pick.id;
-      pick.weight = int(lane) == rank ? weight : pick.weight;
     }
   }
-  pick.weight = kNormTopK ? pick.weight / weights : pick.weight;
-  return pick;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int first = 0; first < candidates; first += simdgroups * 8) {
+    const int i = min(first + int(tid) / 4, candidates - 1);
+    const int order = best[i];
+    int rank = 0;
+#pragma clang loop unroll_count(2)
+    for (int j = int(tid) % 4; j < padded / 4; j += 4) {
+      const int4 others = space.best[j];
+      for (int k = 0; k < 4; ++k) {
+        rank += comes_before(others[k], 4 * j + k, order, i) ? 1 : 0;
+      }
+    }
+    rank += simd_shuffle_xor(rank, ushort(1));
+    rank += simd_shuffle_xor(rank, ushort(2));
+    if (rank < kTopK && tid % 4 == 0 && first + int(tid) / 4 < candidates) {
+      space.ids[rank] = space.expert[i];
+      space.probabilities[rank] = order < 0 ? -1.0f : as_type<float>(order);
+    }
+  }
+}
+
+// The final weight of rank `rank`.
+METAL_FUNC float picked_weight(threadgroup const PickSpace& space, int rank) {
+  float sum = 0.0f;
+  for (int i = 0; i < kTopK; ++i) {
+    sum += space.probabilities[i];
+  }
+  return kNormTopK ? space.probabilities[rank] / sum : space.probabilities[rank];
 }
 
 // ---------------------------------------------------------------- gate, up, SwiGLU
@@ -186,7 +220,7 @@ METAL_FUNC void add_tile_pair(thread const Tile<A, R, U>& gate, thread const Til
 // matrices.
 template <typename A, int R, int U>
 METAL_FUNC void gate_up_body(Rows3<A> gate, Rows3<A> up, device A* act, StagedRow<A> x,
-                             int first_row, int width, int bits, int block, uint lane) {
+                             int first_row, int width, int bits, int block, uint lane, bool waits) {
   constexpr int kPlain = 16 / int(sizeof(A));
   const int lanes = at_least_1(kUpLanes);
   const int sub_row = int(lane) / lanes;
@@ -210,6 +244,9 @@ METAL_FUNC void gate_up_body(Rows3<A> gate, Rows3<A> up, device A* act, StagedRo
   load_tile(up_tile, up.w, up.scales, up.biases, rows, units, groups, bits, kMoeGroup, sub_lane,
             lanes);
   issue_loads();
+  if (waits) {
+    wait_for_previous();  // before anything is written
+  }
   for (int c = 0; c < chunks; ++c) {
     const Tile<A, R, U> g = gate_tile;
     const Tile<A, R, U> p = up_tile;
@@ -274,7 +311,7 @@ template <typename A, int KMAX>
   threadgroup uint4 words[KMAX * sizeof(A) / 16];
   threadgroup float2 sums[KMAX / 8];
   threadgroup float scratch[1];  // of a norm, which there is none of here
-  threadgroup uint picked[kMaxTopK];
+  threadgroup PickSpace space;
   StagedRow<A> row;
   row.words = words;
   row.sums = sums;
@@ -285,31 +322,30 @@ template <typename A, int KMAX>
   const int slot = shared ? kTopK : int(group.x) / at_least_1(slot_groups);
   const int block = (int(group.x) - slot * slot_groups) * kUpSimdgroups + int(simdgroup);
 
-  wait_for_previous();
   const bool select = !shared && kSelect;
-  // One simdgroup picks while the others stage x.
-  const bool picks = select && simdgroup == 0;
-  const int stagers = select && kUpSimdgroups > 1 ? kUpSimdgroups - 1 : kUpSimdgroups;
-  if (picks) {
-    const Pick pick = pick_experts(load_logits(logits, lane), lane);
-    if (int(lane) < kTopK) {
-      picked[lane] = pick.id;
-      if (group.x == 0) {
-        ids[lane] = pick.id;
-        weights[lane] = pick.weight;
-      }
+  Logits l;
+  if (!kGivenIds) {
+    wait_for_previous();
+    if (select) {
+      load_logits(l, logits, simdgroup, lane);
     }
-  }
-  if (!picks || kUpSimdgroups == 1) {
-    const int first = kUpSimdgroups - stagers;
-    stage_pieces(row, x, x, act, kHidden, false, false, 0.0f, scratch, tid - uint(first * 32),
-                 simdgroup - uint(first), lane, stagers);
+    issue_loads();
+  }  // Else x is from before the previous dispatch, which picks.
+  stage_pieces(row, x, x, act, kHidden, false, false, 0.0f, scratch, tid, simdgroup, lane,
+               kUpSimdgroups, false);
+  if (select) {
+    pick_experts(l, space, tid, simdgroup, lane);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   int expert = 0;
   if (select) {
-    expert = int(picked[slot]);
+    expert = int(space.ids[slot]);
+    if (group.x == 0 && int(tid) < kTopK) {
+      ids[tid] = space.ids[tid];
+      weights[tid] = picked_weight(space, int(tid));
+    }
   } else if (!shared && kGivenIds) {
+    wait_for_previous();
     expert = int(min(given_ids[slot], uint(kExperts - 1)));
   }
   Rows3<A> gate;
@@ -325,7 +361,7 @@ template <typename A, int KMAX>
 #define LILY_CASE(R, U)                                                                            \
   if (kUpR == R && kUpU == U) {                                                                    \
     gate_up_body<A, R, U>(gate, up, act + slot * kWidth, row, expert * kWidth, width, bits, block, \
-                          lane);                                                                   \
+                          lane, shared && kGivenIds);                                              \
   }
   LILY_UP_SHAPES(LILY_CASE)
 #undef LILY_CASE
@@ -386,6 +422,9 @@ METAL_FUNC void down_body(Rows3<A> down, device const A* act, threadgroup float*
     load_tile(t, down.w, down.scales, down.biases, rows, units, groups, bits, kMoeGroup, unit,
               lanes);
     issue_loads();
+    if (c == 0 && kGivenIds) {
+      wait_for_previous();  // for act
+    }
     if (bits == 4) {
       add_tile_of_act<A, R, U, 32>(t, act, unit, lanes, sum);
     } else if (bits == 8) {
@@ -435,7 +474,9 @@ template <typename A>
   float gate = 0.0f;
   float before = 0.0f;
   int first_row = 0;
-  wait_for_previous();
+  if (!kGivenIds) {
+    wait_for_previous();
+  }  // Else all but act is from before the previous dispatch.
   if (owner) {
 #pragma clang loop unroll(full)
     for (int s = 0; s < kMaxTopK; ++s) {

@@ -41,18 +41,12 @@ class DeviceMemory {
 };
 
 struct SetOptions {
-  DecodeOptions options;
+  DecodeOptions options = nvidia_options();
   int version = 0;
 };
 
 SetOptions& set_options() {
-  static SetOptions set = [] {
-    SetOptions s;
-    s.options.logits = true;
-    s.options.nvidia = true;
-    s.options.sync = true;
-    return s;
-  }();
+  static SetOptions set;
   return set;
 }
 

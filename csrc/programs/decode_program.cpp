@@ -36,8 +36,19 @@ Splits splits_of(const AttentionDims& a, int capacity, const DecodeOptions& opti
     return {options.splits, 0, 4, sync ? 8 : 4, sync};
   }
   if (sync) {
-    // A threadgroup of eight simdgroups fills a multiprocessor's registers.
-    return {std::max(1, kMultiprocessors / a.kv_heads), 0, 8, 8, true};
+    // Threadgroups for every multiprocessor, of eight simdgroups where they have rows enough: those
+    // fill its registers. Few rows are worth fewer splits, which cost less to merge.
+    const int all = std::max(1, kMultiprocessors / a.kv_heads);
+    if (capacity <= 6144) {
+      return {std::max(1, all * 2 / 3), 0, 4, 8, true};
+    }
+    if (capacity <= 24576) {
+      return {all, 0, 4, 8, true};
+    }
+    if (capacity <= 98304) {
+      return {all, 0, 8, 8, true};
+    }
+    return {2 * all, 0, 4, 8, true};
   }
   if (options.nvidia) {
     if (capacity <= 1024) {
@@ -54,13 +65,31 @@ Splits splits_of(const AttentionDims& a, int capacity, const DecodeOptions& opti
 
 // Where 132 multiprocessors of 64K registers want other threads than an Apple GPU: as many
 // threadgroups as multiprocessors, or a small multiple of it that fits at once, all with the same
-// work. A second wave that is nearly empty costs as much as a full one.
-const TileFields& nvidia_tiles() {
-  static const TileFields tiles = {{"attention in.u", 1},
-                                   {"attention in.simdgroups", 9},
-                                   {"experts up.r", 1},
-                                   {"experts up.simdgroups", 12},
-                                   {"argmax.simdgroups", 16}};
+// work. A second wave that is nearly empty costs as much as a full one. Only for what was measured:
+// the shapes of Qwen3.6-35B-A3B.
+TileFields nvidia_tiles(const DecodeDims& dims) {
+  if (dims.embedding.cols != 2048) {
+    return {};
+  }
+  TileFields tiles = {{"attention in.u", 1},
+                      {"attention in.simdgroups", 9},
+                      {"experts up.r", 1},
+                      {"experts up.simdgroups", 12},
+                      {"argmax.simdgroups", 16}};
+  auto all = [&](auto&& holds) {
+    return std::all_of(dims.layers.begin(), dims.layers.end(), holds);
+  };
+  if (all([](const LayerDims& l) { return l.moe.router.bits == 8; })) {
+    tiles.insert({{"router.r", 2}, {"router.split", 4}, {"router.simdgroups", 16}});
+  }
+  if (all([](const LayerDims& l) {
+        return !l.delta || (l.delta->out.bits == 4 && l.delta->out.cols == 4096);
+      })) {
+    tiles.insert({{"delta out.r", 2},
+                  {"delta out.u", 1},
+                  {"delta out.split", 4},
+                  {"delta out.simdgroups", 8}});
+  }
   return tiles;
 }
 
@@ -103,11 +132,11 @@ MoeTile moe_tile(const MoeDims& m, Type t, const TileFields& tiles) {
   override_field(tile.down_r, tiles, "experts down.r");
   override_field(tile.down_u, tiles, "experts down.u");
   if (up % (tile.up_lanes * tile.up_u) != 0 || down % (tile.down_lanes * tile.down_u) != 0) {
-    throw std::invalid_argument(
-        "experts: a row of " + std::to_string(up) + " and " + std::to_string(down) +
-        " units is no multiple of lanes * u (up " + std::to_string(tile.up_lanes) + " * " +
-        std::to_string(tile.up_u) + ", down " + std::to_string(tile.down_lanes) + " * " +
-        std::to_string(tile.down_u) + ")");
+    throw std::invalid_argument("experts: a row of " + std::to_string(up) + " and " +
+                                std::to_string(down) + " units is no multiple of lanes * u (up " +
+                                std::to_string(tile.up_lanes) + " * " + std::to_string(tile.up_u) +
+                                ", down " + std::to_string(tile.down_lanes) + " * " +
+                                std::to_string(tile.down_u) + ")");
   }
   return tile;
 }
@@ -188,8 +217,9 @@ class DecodeBuilder {
         o_(options),
         given_(options.tiles),
         b_("decode step", dims.t) {
-    if (o_.nvidia && dims.embedding.cols >= 2048) {
-      o_.tiles.insert(nvidia_tiles().begin(), nvidia_tiles().end());  // given ones stay
+    if (o_.nvidia) {
+      const TileFields tiles = nvidia_tiles(dims);
+      o_.tiles.insert(tiles.begin(), tiles.end());  // given ones stay
     }
   }
 
@@ -541,11 +571,10 @@ class DecodeBuilder {
       add_norm(h, norm, x);
       h = x;
     }
-    const auto sync = o_.sync && o_.fuse_head ? sync_tile(b_.t, {head.dims}, false)
-                                              : std::optional<GemvTile>();
-    GemvTile tile = sync ? *sync
-                         : gemv_tile(head.dims.cols, {kernel_bits(head.dims, b_.t)},
-                                     head.dims.rows);
+    const auto sync =
+        o_.sync && o_.fuse_head ? sync_tile(b_.t, {head.dims}, false) : std::optional<GemvTile>();
+    GemvTile tile =
+        sync ? *sync : gemv_tile(head.dims.cols, {kernel_bits(head.dims, b_.t)}, head.dims.rows);
     override_tile(tile, o_.tiles, "head");
     check_tile(tile, {head.dims}, b_.t, sync.has_value(), "head");
     int partials = gemv_groups({head.dims}, tile), simdgroups = tile.simdgroups;
@@ -561,9 +590,8 @@ class DecodeBuilder {
               {"kAdvance", false}};
     };
     if (o_.fuse_head) {
-      Dispatch d(
-          kernels().at((sync ? "sync_head_gemv_" : "head_gemv_") + suffix(b_.t) + "_k" +
-                       std::to_string(kmax(head.dims.cols))));
+      Dispatch d(kernels().at((sync ? "sync_head_gemv_" : "head_gemv_") + suffix(b_.t) + "_k" +
+                              std::to_string(kmax(head.dims.cols))));
       Constants constants = gemv_constants(b_.t, {head.dims}, tile, options);
       constants.push_back({"kWriteLogits", o_.logits});
       set_constants(d, constants);
@@ -690,6 +718,15 @@ void add_delta_step(Builder& b, const DeltaDims& d, SlotId qkv, SlotId z, SlotId
   s.write("state_out", state_next).write("out", out).in_place("state", "state_out");
   s.grid(d.value_heads).threads(32 * simdgroups);
   b.add(std::move(s), "delta step");
+}
+
+DecodeOptions nvidia_options() {
+  DecodeOptions o;
+  o.logits = true;
+  o.nvidia = true;
+  o.sync = true;
+  o.fuse_route = false;
+  return o;
 }
 
 std::string decode_refusal(const DecodeDims& dims) {

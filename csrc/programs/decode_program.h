@@ -68,6 +68,11 @@ struct DecodeOptions {
   TileFields tiles;
 };
 
+// What the NVIDIA backend starts with. The experts are picked in a dispatch of its own there: it
+// takes less than the pick in every threadgroup, and moe_gate_up and moe_down know them before they
+// wait.
+DecodeOptions nvidia_options();
+
 struct DecodeProgram {
   explicit DecodeProgram(Program p) : program(std::move(p)) {}
 

@@ -139,8 +139,9 @@ class Dispatch:
             return np.full(1, self.position, np.int32)
         if name == "token":
             return np.full(1, 77, np.uint32)
-        if name == "ids":
-            scales = next(a for a in self.d["arguments"] if a["name"] == "down_scales")
+        if name in ("ids", "given_ids"):
+            scales = next(a for a in self.d["arguments"]
+                          if a["name"] in ("down_scales", "gate_scales"))  # fmt: skip
             c = self.c
             experts = scales["bytes"] // (2 * c["kHidden"] * c["kWidth"] // c["kMoeGroup"])
             return rng.permutation(experts)[:count].astype(np.uint32)
@@ -301,12 +302,16 @@ def _shared(d: Dispatch, name: str, rows: int, columns: int) -> Matrix:
                     columns, d.c["kSharedBits"], d.c["kMoeGroup"])  # fmt: skip
 
 
-def _gate_up(d: Dispatch) -> float:
-    c = d.c
-    ids, weights = ref.route(d["logits"], c["kTopK"], c["kNormTopK"])
+def _route(d: Dispatch) -> float:
+    ids, weights = ref.route(d["logits"], d.c["kTopK"], d.c["kNormTopK"])
     if not np.array_equal(d["ids"], ids):
         return np.inf
-    excess = float(np.abs(d["weights"] / weights - 1).max() / 4e-6)
+    return float(np.abs(d["weights"] / weights - 1).max() / 4e-6)
+
+
+def _gate_up(d: Dispatch) -> float:
+    c = d.c
+    excess, ids = (_route(d), d["ids"]) if c["kSelect"] else (0.0, d["given_ids"])
     x, act, width = d["x"], d["act"], c["kWidth"]
     slots = [
         (_experts(d, "gate", width, c["kHidden"]), _experts(d, "up", width, c["kHidden"]), int(e))
@@ -387,6 +392,7 @@ CHECKS: dict[str, Callable[[Dispatch], float]] = {
     "head_gemv": _head,
     "argmax_final": _argmax,
     "gdn_step": _delta_step,
+    "moe_route": _route,
     "moe_gate_up": _gate_up,
     "moe_down": _moe_down,
     "attention_prepare": _prepare,

@@ -1,5 +1,7 @@
 """The layer primitives with the kernels of NVIDIA GPUs, on the Metal host; their PTX's index."""
 
+import json
+
 import mlx.core as mx
 import pytest
 from small import error, only
@@ -81,6 +83,43 @@ def test_the_index_covers_any_number_of_rows(shapes):
         programs.append(_ext.embed_program("bfloat16", rows, shapes["embedding"]))
         needed = {p["key"] for b in programs for p in b.program.pipelines}
         assert needed <= known, rows
+
+
+def test_the_index_covers_any_capacity(shapes):
+    known = set(ptx.decode_pipelines(shapes, ptx.CAPACITIES))
+    ways = set()
+    for capacity in (256, 1024, 1280, 6144, 6400, 24576, 24832, 98304, 98560, 262144):
+        program = _ext.decode_program(shapes, capacity, ptx.NVIDIA).program
+        assert {p["key"] for p in program.pipelines} <= known, capacity
+        described = map(program.describe, range(len(program)))
+        one = next(d for d in described if d["label"] == "attention")
+        ways.add((one["kernel"], one["grid"][0], one["threadgroup"][0]))
+    assert len(ways) == len(ptx.CAPACITIES), ways
+
+
+def test_tiles_of_the_35b_are_for_its_shapes_alone(shapes):
+    """A router of 4 bits, or another hidden size, gets the tiles that fit everything."""
+    dims_of = json.dumps(shapes)
+    four = json.loads(dims_of)
+    for layer in four["layers"]:
+        layer["moe"]["router"][2] = 4
+    assert _threads(shapes, "router") == 512 and _threads(four, "router") != 512
+    bundled = dims(load(str(lily_mlx.BUNDLED_MODEL), lazy=True)[0].language_model)
+    assert _threads(bundled, "router") < 512
+
+
+def _threads(shapes, label):
+    program = _ext.decode_program(shapes, 256, ptx.NVIDIA).program
+    described = map(program.describe, range(len(program)))
+    return next(d["threadgroup"][0] for d in described if d["label"] == label)
+
+
+def test_the_experts_are_known_before_their_kernels_wait(shapes):
+    """moe_gate_up and moe_down ask for what moe_route wrote before they wait for the one before."""
+    program = _ext.decode_program(shapes, 256, ptx.NVIDIA).program
+    labels = [program.describe(i)["label"] for i in range(len(program))]
+    at = labels.index("route")
+    assert labels[at - 1 : at + 3] == ["router", "route", "experts up", "experts down"]
 
 
 def test_kernels_depend_on_formats_not_on_sizes():

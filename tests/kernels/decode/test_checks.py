@@ -145,7 +145,7 @@ BARRIERS = {
     "head.h": ["head"],
     "gdn_step.h": ["gdn", "gdn", "gdn parts"],
     "attention_decode.h": ["prepare", "attention", "attention", "strided", "attention"],
-    "moe_decode.h": ["moe", "moe"],
+    "moe_decode.h": ["moe", "moe", "moe", "moe"],
 }
 
 

@@ -26,12 +26,18 @@ SEES_THE_PLANT = """case "$*" in
 def test_only_our_kernels_are_checked_by_their_names():
     names = sanitize.entries()
     assert "gdn_step_bf16" in names and len(names) == len(set(names))
-    words = sanitize.command("cs", "initcheck", ["steps"], names)
+    words = sanitize.command("cs", "racecheck", ["steps"], names)
     filters = [words[i + 1] for i, w in enumerate(words) if w == "--kernel-name"]
     assert filters == [f"kne={n}" for n in names]
     assert words[words.index("--error-exitcode") + 1] == str(sanitize.FOUND)
     assert words[-4:] == [sys.executable, "-m", "tests.gpu.sanitize", "steps"]
     assert "--report-api-errors" not in words
+
+
+def test_initcheck_follows_all_kernels():
+    """The writes of one that it does not see would not count."""
+    words = sanitize.command("cs", "initcheck", ["steps"], sanitize.entries())
+    assert "--kernel-name" not in words and "--check-api-memory-access" in words
 
 
 def test_a_clean_run(tmp_path, capsys):
@@ -41,12 +47,13 @@ def test_a_clean_run(tmp_path, capsys):
         sanitize.main(words)
     assert end.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    parts = [f"{tool:10} {part:6}" for tool in words[:2] for part in sanitize.PARTS]
+    parts = [f"{tool:10} {part:13}" for tool in words[:2] for part in sanitize.PARTS]
     assert len(lines) == 1 + len(parts)
     for line, part in zip(lines[1:], parts, strict=True):
         assert line.startswith(f"ok     {part} ERROR SUMMARY: 0 errors")
     logs = {p.stem for p in (tmp_path / "logs").iterdir()}
-    assert logs == {"memcheck-plant"} | {"-".join(part.split()) for part in parts}
+    products = {"memcheck-plant", "memcheck-product", "initcheck-product"}
+    assert logs == products | {"-".join(part.split()) for part in parts}
 
 
 @pytest.mark.parametrize(
@@ -85,21 +92,32 @@ def test_an_unknown_tool_is_named(capsys):
     assert "there is no tool 'leakcheck'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("stock,words", [(0, "stock alone passes"), (1, "stock alone fails too")])
-def test_stock_runs_where_a_chunk_fails(tmp_path, capsys, stock, words):
-    body = f'case "$*" in *" stock") exit {stock};; *" chunk") exit 9;; esac'
+@pytest.mark.parametrize("product,part", [(0, "chunk"), (1, "chunk-of-sums")])
+def test_attention_is_made_of_sums_where_products_fail(tmp_path, capsys, product, part):
+    body = f'case "$*" in *" product") exit {product};; *" {part}") exit 9;; esac'
     with pytest.raises(SystemExit):
         sanitize.main(["racecheck", "--sanitizer", fake(tmp_path, body)])
     out = capsys.readouterr().out
-    assert "ok     racecheck  steps" in out and "FAILED racecheck  chunk" in out and words in out
+    assert "ok     racecheck  steps" in out and f"FAILED racecheck  {part} " in out
+    assert ("product of zeros fails" in out) == bool(product)
 
 
 def test_the_workload(capsys):
     """On the CPU: both ways to read the prompt go on with the same words, and caches grow."""
     with mx.stream(mx.cpu):
-        for part in (*sanitize.PARTS, "stock"):
+        for part in (*sanitize.PARTS, "product"):
             sanitize.workload(part)
-    one_by_one, grown, chunk, stock = (
+    one_by_one, grown, chunk = (
         line.split(":")[1].split() for line in capsys.readouterr().out.splitlines()
     )
-    assert one_by_one == chunk and len(chunk) == 9 and len(grown) == 8 and len(stock) == 1
+    assert one_by_one == chunk and len(chunk) == 9 and len(grown) == 8
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(8, 1), (4, 2)])
+def test_attention_of_sums_is_attention(heads, kv_heads):
+    with mx.stream(mx.cpu):
+        mx.random.seed(0)
+        q, k, v = (mx.random.normal((1, n, 40, 32)) for n in (heads, kv_heads, kv_heads))
+        wanted = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.2, mask="causal")
+        got = sanitize.attention_of_sums(q, k, v, cache=None, scale=0.2, mask="causal")
+        assert mx.abs(got - wanted).max().item() < 1e-5

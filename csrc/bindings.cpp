@@ -13,6 +13,7 @@
 #include "mlx/version.h"
 #include "primitives/decode.h"
 #include "primitives/layers.h"
+#include "programs/metal_host.h"
 #include "reference/micro.h"
 #include "reference/parallel.h"
 
@@ -130,14 +131,17 @@ void bind_decode(nb::module_& m) {
              Weight head, mx::Dtype dtype, float eps) {
             auto plan = std::make_shared<DecodePlan>(
                 DecodePlan{std::move(embedding), std::move(layers), std::move(final_norm),
-                           std::move(head), dtype, eps, nullptr});
+                           std::move(head), dtype, eps, nullptr, nullptr});
             {
               nb::gil_scoped_release release;
               plan->prepare();
             }
             new (self) Plan{std::move(plan)};
           },
-          "embedding"_a, "layers"_a, "final_norm"_a, "head"_a, "dtype"_a, "eps"_a);
+          "embedding"_a, "layers"_a, "final_norm"_a, "head"_a, "dtype"_a, "eps"_a)
+      .def_prop_ro(
+          "programs", [](const Plan& p) { return programs_of(*p.shared)->size(); },
+          "How many Programs are kept, for capacities and options that were used.");
   nb::class_<State>(m, "DecodeState", "The caches of one sequence while the decode step owns them.")
       .def(
           "__init__",

@@ -203,7 +203,7 @@ class CudaDecode : public PlannedDecode {
     capacities_ = capacities(layers);
     version_ = set_options().version;
     last_bindings_.reset();
-    program_ = decode_program(dims_, capacities_, set_options().options);
+    program_ = programs_->at(capacities_, set_options().options);
     retire();
     arena_.emplace(program_->program.arena_bytes());
     if (!token_) {

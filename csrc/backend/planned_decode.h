@@ -16,10 +16,10 @@ class PlannedDecode : public GpuDecode {
  protected:
   // `backend` opens the sentence of an error.
   PlannedDecode(const DecodePlan& plan, const std::string& backend)
-      : plan_(plan), dims_(decode_dims(plan)) {
-    const std::string refusal = decode_refusal(dims_);
-    if (!refusal.empty()) {
-      throw std::invalid_argument("lily_mlx, " + backend + ": no decode kernel: " + refusal);
+      : plan_(plan), programs_(programs_of(plan)) {
+    if (!programs_->refusal.empty()) {
+      throw std::invalid_argument("lily_mlx, " + backend +
+                                  ": no decode kernel: " + programs_->refusal);
     }
     for (const mx::array* a : plan.arrays()) {
       if (!a->flags().row_contiguous) {
@@ -40,8 +40,8 @@ class PlannedDecode : public GpuDecode {
   }
 
   const DecodePlan& plan_;  // the state that owns this keeps it alive
-  const DecodeDims dims_;
-  std::shared_ptr<DecodeProgram> program_;
+  const std::shared_ptr<DecodePrograms> programs_;
+  std::shared_ptr<const DecodeProgram> program_;
   std::vector<int> capacities_;  // that program_ was built for
 };
 

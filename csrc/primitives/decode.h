@@ -38,6 +38,7 @@ struct DecodeLayer {
 };
 
 struct HostPlan;
+class DecodePrograms;
 
 // The model's weights, evaluated and checked once; immutable afterwards.
 struct DecodePlan {
@@ -47,7 +48,8 @@ struct DecodePlan {
   Weight head;
   mx::Dtype dtype;  // of activations
   float eps;
-  mutable std::shared_ptr<HostPlan> host;  // its Programs, where the Metal host runs them
+  mutable std::shared_ptr<DecodePrograms> programs;  // see programs_of
+  mutable std::shared_ptr<HostPlan> host;            // these with weights bound, on the Metal host
 
   // Evaluates every array and throws on the first that does not fit.
   void prepare();

@@ -770,4 +770,27 @@ std::shared_ptr<DecodeProgram> decode_program(const DecodeDims& dims,
   return DecodeBuilder(dims, capacities, options).build();
 }
 
+std::shared_ptr<const DecodeProgram> DecodePrograms::at(const std::vector<int>& capacities,
+                                                        const DecodeOptions& options) {
+  constexpr size_t kMost = 8;  // capacities grow by an eighth
+  std::lock_guard lock(mutex_);
+  auto it = std::find_if(kept_.begin(), kept_.end(), [&](const Kept& k) {
+    return k.capacities == capacities && k.options == options;
+  });
+  if (it != kept_.end()) {
+    kept_.splice(kept_.begin(), kept_, it);
+  } else {
+    kept_.push_front({capacities, options, decode_program(dims, capacities, options)});
+    if (kept_.size() > kMost) {
+      kept_.pop_back();
+    }
+  }
+  return kept_.front().program;
+}
+
+size_t DecodePrograms::size() const {
+  std::lock_guard lock(mutex_);
+  return kept_.size();
+}
+
 }  // namespace lily

@@ -603,11 +603,20 @@ DecodeDims decode_dims(const DecodePlan& plan) {
   return dims;
 }
 
+std::shared_ptr<DecodePrograms> programs_of(const DecodePlan& plan) {
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  if (!plan.programs) {
+    plan.programs = std::make_shared<DecodePrograms>(decode_dims(plan));
+  }
+  return plan.programs;
+}
+
 namespace host {
 
 struct DecodeRun {
   std::shared_ptr<Executor> executor;
-  std::shared_ptr<DecodeProgram> program;
+  std::shared_ptr<const DecodeProgram> program;
   std::shared_ptr<Bindings> weights;
 };
 
@@ -616,7 +625,7 @@ struct DecodeRun {
 // A plan's Programs with its weights bound.
 struct HostPlan {
   std::mutex mutex;
-  DecodeDims dims;
+  std::shared_ptr<DecodePrograms> programs;
   std::string refusal;
   std::shared_ptr<Executor> built_for;
   std::map<std::pair<std::vector<int>, bool>, std::shared_ptr<const host::DecodeRun>> runs;
@@ -625,10 +634,9 @@ struct HostPlan {
 namespace host {
 namespace {
 
-std::string plan_refusal(const DecodePlan& plan, const DecodeDims& dims) {
-  std::string reason = decode_refusal(dims);
-  if (!reason.empty()) {
-    return reason;
+std::string plan_refusal(const DecodePlan& plan, const DecodePrograms& programs) {
+  if (!programs.refusal.empty()) {
+    return programs.refusal;
   }
   std::set<const mx::array*> float32, codes;
   for (const DecodeLayer& l : plan.layers) {
@@ -657,8 +665,8 @@ std::shared_ptr<HostPlan> host_plan(const DecodePlan& plan) {
     }
   }
   auto made = std::make_shared<HostPlan>();
-  made->dims = decode_dims(plan);
-  made->refusal = plan_refusal(plan, made->dims);
+  made->programs = programs_of(plan);
+  made->refusal = plan_refusal(plan, *made->programs);
   std::lock_guard lock(g.mutex);
   plan.host = made;
   return made;
@@ -686,7 +694,7 @@ std::shared_ptr<const DecodeRun> decode_run(const DecodePlan& plan,
   if (!found) {
     DecodeOptions options = now->options.decode;
     options.logits = with_logits;
-    DecodeRun run{now, decode_program(host->dims, capacities, options), nullptr};
+    DecodeRun run{now, host->programs->at(capacities, options), nullptr};
     now->prepare(run.program->program);
     run.weights = std::make_shared<Bindings>(run.program->program);
     const auto arrays = plan.arrays();

@@ -38,6 +38,8 @@ HostCounts metal_host_counts();
 void reset_metal_host_counts();
 
 DecodeDims decode_dims(const DecodePlan& plan);
+// The plan's Programs, made by the first who asks. From any thread.
+std::shared_ptr<DecodePrograms> programs_of(const DecodePlan& plan);
 
 // What primitives ask first. True: the Program has been queued on the stream. False: the switch is
 // off, or no kernel serves these arrays, which is counted. Outputs are allocated.

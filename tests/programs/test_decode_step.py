@@ -121,6 +121,7 @@ FORMS = {
          "fuse_shared", "fuse_head"), False,
     ),
     "uncoalesced": dict(coalesced=False),
+    "an NVIDIA GPU's": dict(nvidia=True),
 }  # fmt: skip
 
 
@@ -202,6 +203,25 @@ def test_keys_and_values_that_outgrow_their_buffers(half):
         got, _ = small.steps(ours, [1, 2, 3], host)
         mx.eval(got)
     assert small.error(got, expected) < LOGITS[mx.bfloat16]
+
+
+def test_sequences_share_programs():
+    """One for each capacity and each set of options that was used; few are kept."""
+    ours, _ = small.model(mx.bfloat16)
+    plan = ours.language_model.decode_plan().native
+
+    def used(options, tokens=(1,)):
+        with kernels.metal_host(decode=options):
+            mx.eval(small.steps(ours, tokens, small.prefilled(ours, mx.array([4, 5]))))
+        return plan.programs
+
+    first = used({})
+    assert first > 0 and used({}) == first
+    second = used({"fuse_norm": False})
+    assert second > first and used({}) == used({"fuse_norm": False}) == second
+    for block in range(1024, 1024 + 20):
+        used({"fixed_block_from": block})
+    assert plan.programs == 8
 
 
 def test_two_steps_in_flight_and_no_copies(half):

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ STEPS = {"lily": decode.generate_step, "stock": stock_step}
 # Prompts up to these lengths are run once before they are timed.
 LILY_WARM, STOCK_WARM = 4096, 1024
 LAYER_ROWS = (512, 2048)
+# A cell is run --rounds times, and on up to MOST_ROUNDS while all of it takes CELL_SECONDS: short
+# ones vary most, by a tenth from run to run.
+MOST_ROUNDS, CELL_SECONDS = 5, 8.0
 RAISED_SECONDS = 60  # loading, and the first compilation of stock's kernels
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -281,6 +285,18 @@ class Run:
         names = list(self.models)
         return names if turn % 2 == 0 else names[::-1]
 
+    def turns(self) -> Iterator[int]:
+        """The rounds of one cell, engines in turn in each."""
+        begin = time.monotonic()
+        for turn in range(max(self.arguments.rounds, MOST_ROUNDS)):
+            took = time.monotonic() - begin
+            next_one = took / max(turn, 1)
+            if turn >= self.arguments.rounds and (
+                took + next_one > CELL_SECONDS or next_one > self.clock.left()
+            ):
+                return
+            yield turn
+
     def leave_out(self, part: str, engine: str, context: int, why: str) -> None:
         cell = {"part": part, "engine": engine, "context": context, "why": why}
         self.report["left_out"].append(cell)
@@ -315,7 +331,7 @@ class Run:
             rates: dict[str, list[float]] = {name: [] for name in self.models}
             runs: list[list[int]] = []
             skipped = {n for n in self.models if not self.fits("decode", n, context, spent[n])}
-            for turn in range(a.rounds):
+            for turn in self.turns() if len(skipped) < len(self.models) else ():
                 for name in self.order(turn + i):
                     if name in skipped:
                         continue
@@ -339,7 +355,7 @@ class Run:
             logits: list[mx.array] = []
             # Attention's share grows with the length.
             planned = {n for n in self.models if self.prefills(n, length, 1.5 * pace[n] * length)}
-            for turn in range(self.arguments.rounds):
+            for turn in self.turns() if planned else ():
                 for name in self.order(turn + i):
                     long = length > warm[name]
                     if name not in planned or (turn > 0 and self.once(name, long, pace, length)):
@@ -476,7 +492,8 @@ def make_parser() -> argparse.ArgumentParser:
                         help="longest prompt of stock's prefill (%(default)s)")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=64, help="lily decodes (%(default)s)")
     parser.add_argument("--stock-tokens", type=int, default=16, help="stock decodes (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of a cell (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, 
+                        help="least runs of a cell; short ones get more (%(default)s)")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=540, metavar="S",
                         help="leave out what would take longer in all (%(default)s)")  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="FILE",

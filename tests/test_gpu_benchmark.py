@@ -240,6 +240,7 @@ def measured(tmp_path, *words):
 
 def test_decode_and_prefill(models, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "STOCK_WARM", 5)
+    monkeypatch.setattr(gpu, "MOST_ROUNDS", 2)
     out = measured(tmp_path, "--only", "decode", "prefill", "--stock-up-to", "5")
     for part, contexts in (("decode", [4, 9]), ("prefill", [5, 40])):
         assert [r[gpu_report.ROWS[part]] for r in out[part]] == contexts
@@ -248,6 +249,29 @@ def test_decode_and_prefill(models, tmp_path, monkeypatch, capsys):
     assert out["prefill"][1]["ratio"] is None and out["prefill"][1]["samples"]["stock"] == []
     assert [(x["engine"], x["context"]) for x in out["left_out"]] == [("stock", 40)]
     assert "above --stock-up-to 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "rounds,seconds_each,left,count",
+    [
+        (2, 0.1, 500, 5),
+        (2, 3, 500, 2),
+        (1, 3, 500, 2),
+        (2, 9, 500, 2),
+        (7, 9, 500, 7),
+        (1, 2, 1, 1),
+    ],
+)
+def test_short_cells_get_more_rounds(monkeypatch, rounds, seconds_each, left, count):
+    now = [0.0]
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+    words = ["--rounds", str(rounds), "--seconds", str(left)]
+    run = gpu.Run(gpu.make_parser().parse_args(words), {})
+    done = 0
+    for _ in run.turns():
+        now[0] += seconds_each
+        done += 1
+    assert done == count
 
 
 def test_what_does_not_fit_the_time_is_left_out_and_named(models, tmp_path, monkeypatch):

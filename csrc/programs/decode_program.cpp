@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <set>
 #include <stdexcept>
 
 namespace lily {
@@ -131,6 +132,17 @@ MoeTile moe_tile(const MoeDims& m, Type t, const TileFields& tiles) {
   override_field(tile.down_lanes, tiles, "experts down.lanes");
   override_field(tile.down_r, tiles, "experts down.r");
   override_field(tile.down_u, tiles, "experts down.u");
+  // LILY_UP_SHAPES and LILY_DOWN_SHAPES of moe_decode.h.
+  static const std::set<std::pair<int, int>> up_shapes = {{1, 1}, {1, 2}, {2, 1}, {2, 2}, {4, 1}};
+  static const std::set<std::pair<int, int>> down_shapes = {{1, 1}, {2, 1}, {4, 1},
+                                                            {8, 1}, {2, 2}, {4, 2}};
+  if (up_shapes.count({tile.up_r, tile.up_u}) == 0 ||
+      down_shapes.count({tile.down_r, tile.down_u}) == 0) {
+    throw std::invalid_argument("experts: no kernel for up r " + std::to_string(tile.up_r) +
+                                ", u " + std::to_string(tile.up_u) + " with down r " +
+                                std::to_string(tile.down_r) + ", u " + std::to_string(tile.down_u) +
+                                "; metal/moe_decode.h has the shapes");
+  }
   if (up % (tile.up_lanes * tile.up_u) != 0 || down % (tile.down_lanes * tile.down_u) != 0) {
     throw std::invalid_argument("experts: a row of " + std::to_string(up) + " and " +
                                 std::to_string(down) + " units is no multiple of lanes * u (up " +
@@ -381,6 +393,10 @@ class DecodeBuilder {
     if (o_.fuse_delta) {
       int simdgroups = 16;
       override_field(simdgroups, o_.tiles, "delta step.simdgroups");
+      if (simdgroups != 8 && simdgroups != 16 && simdgroups != 32) {
+        throw std::invalid_argument("delta step: no kernel for " + std::to_string(simdgroups) +
+                                    " simdgroups; 8, 16 and 32 have one");
+      }
       add_delta_step(b_, d, qkv, z, beta, a, w.conv, w.A_log, w.dt_bias, w.norm, conv, conv_next,
                      state, state, out, simdgroups);
     } else {

@@ -91,16 +91,14 @@ def test_the_index_covers_any_capacity(shapes):
     for capacity in (256, 1024, 1280, 6144, 6400, 24576, 24832, 98304, 98560, 262144):
         program = _ext.decode_program(shapes, capacity, ptx.NVIDIA).program
         assert {p["key"] for p in program.pipelines} <= known, capacity
-        described = map(program.describe, range(len(program)))
-        one = next(d for d in described if d["label"] == "attention")
+        one = _dispatch(program, "attention")
         ways.add((one["kernel"], one["grid"][0], one["threadgroup"][0]))
     assert len(ways) == len(ptx.CAPACITIES), ways
 
 
 def test_tiles_of_the_35b_are_for_its_shapes_alone(shapes):
     """A router of 4 bits, or another hidden size, gets the tiles that fit everything."""
-    dims_of = json.dumps(shapes)
-    four = json.loads(dims_of)
+    four = json.loads(json.dumps(shapes))
     for layer in four["layers"]:
         layer["moe"]["router"][2] = 4
     assert _threads(shapes, "router") == 512 and _threads(four, "router") != 512
@@ -108,10 +106,31 @@ def test_tiles_of_the_35b_are_for_its_shapes_alone(shapes):
     assert _threads(bundled, "router") < 512
 
 
+def _dispatch(program, label):
+    described = map(program.describe, range(len(program)))
+    return next(d for d in described if d["label"] == label)
+
+
 def _threads(shapes, label):
     program = _ext.decode_program(shapes, 256, ptx.NVIDIA).program
-    described = map(program.describe, range(len(program)))
-    return next(d["threadgroup"][0] for d in described if d["label"] == label)
+    return _dispatch(program, label)["threadgroup"][0]
+
+
+@pytest.mark.parametrize(
+    "tiles,words",
+    [
+        ({"delta out.r": 3}, "delta out: no kernel for lanes 32, r 3"),
+        ({"experts up.r": 3}, "experts: no kernel for up r 3"),
+        ({"experts down.u": 4}, "down r 4, u 4"),
+        ({"experts up.lanes": 3}, "no multiple of lanes"),
+        ({"delta step.simdgroups": 12}, "delta step: no kernel for 12 simdgroups"),
+        ({"delta in.u": 3}, "delta in: no kernel"),
+    ],
+)
+def test_a_tile_without_a_kernel_is_refused(shapes, tiles, words):
+    """It would run as nothing: the constants choose none of the shapes that are compiled in."""
+    with pytest.raises(ValueError, match=words):
+        _ext.decode_program(shapes, 256, ptx.NVIDIA | tiles)
 
 
 def test_the_experts_are_known_before_their_kernels_wait(shapes):

@@ -331,7 +331,7 @@ class Run:
             rates: dict[str, list[float]] = {name: [] for name in self.models}
             runs: list[list[int]] = []
             skipped = {n for n in self.models if not self.fits("decode", n, context, spent[n])}
-            for turn in self.turns() if len(skipped) < len(self.models) else ():
+            for turn in self.turns():
                 for name in self.order(turn + i):
                     if name in skipped:
                         continue
@@ -355,7 +355,7 @@ class Run:
             logits: list[mx.array] = []
             # Attention's share grows with the length.
             planned = {n for n in self.models if self.prefills(n, length, 1.5 * pace[n] * length)}
-            for turn in self.turns() if planned else ():
+            for turn in self.turns():
                 for name in self.order(turn + i):
                     long = length > warm[name]
                     if name not in planned or (turn > 0 and self.once(name, long, pace, length)):
@@ -492,7 +492,7 @@ def make_parser() -> argparse.ArgumentParser:
                         help="longest prompt of stock's prefill (%(default)s)")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=64, help="lily decodes (%(default)s)")
     parser.add_argument("--stock-tokens", type=int, default=16, help="stock decodes (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, 
+    parser.add_argument("--rounds", type=int, default=2,
                         help="least runs of a cell; short ones get more (%(default)s)")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=540, metavar="S",
                         help="leave out what would take longer in all (%(default)s)")  # fmt: skip

@@ -149,10 +149,20 @@ def decode_pipelines(
 
     kernels.load()
     found: dict[str, Any] = {}
+    shapes = distinct_layers(text_shapes)
     for capacity in capacities:
-        program = _ext.decode_program(text_shapes, capacity, NVIDIA | (options or {})).program
+        program = _ext.decode_program(shapes, capacity, NVIDIA | (options or {})).program
         found |= {pipeline["key"]: pipeline for pipeline in program.pipelines}
     return found
+
+
+def distinct_layers(text_shapes: dict[str, Any]) -> dict[str, Any]:
+    """The shapes with one layer of each kind; the others run the same pipelines."""
+    layers: list[dict[str, Any]] = []
+    for layer in text_shapes["layers"]:
+        if layer not in layers:
+            layers.append(layer)
+    return {**text_shapes, "layers": layers}
 
 
 # Rows that between them use every kernel of a projection and of an MoE block.

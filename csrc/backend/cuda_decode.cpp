@@ -40,14 +40,9 @@ class DeviceMemory {
   size_t bytes_;
 };
 
-struct SetOptions {
-  DecodeOptions options = nvidia_options();
-  int version = 0;
-};
-
-SetOptions& set_options() {
-  static SetOptions set;
-  return set;
+DecodeOptions& set_options() {
+  static DecodeOptions options = nvidia_options();
+  return options;
 }
 
 CUdeviceptr address(const mx::array& a) {
@@ -73,7 +68,7 @@ class CudaDecode : public PlannedDecode {
 
     std::vector<mx::array> replaced;  // kept until the step has run
     prepare(layers, position, stream, replaced, copied, grown);
-    if (!program_ || capacities_ != capacities(layers) || version_ != set_options().version) {
+    if (!program_ || capacities_ != capacities(layers) || options_ != set_options()) {
       build(layers, stream);
     }
     std::vector<mx::array> next_conv = spare(layers);
@@ -201,9 +196,9 @@ class CudaDecode : public PlannedDecode {
 
   void build(const std::vector<CachePair>& layers, CUstream stream) {
     capacities_ = capacities(layers);
-    version_ = set_options().version;
+    options_ = set_options();
     last_bindings_.reset();
-    program_ = programs_->at(capacities_, set_options().options);
+    program_ = programs_of(plan_)->at(capacities_, options_);
     retire();
     arena_.emplace(program_->program.arena_bytes());
     if (!token_) {
@@ -289,7 +284,7 @@ class CudaDecode : public PlannedDecode {
   }
 
   std::optional<Bindings> last_bindings_;  // after program_, which it points to
-  int version_ = 0;                        // of the options that the Program was built with
+  DecodeOptions options_;                  // that program_ was built with
   std::optional<DeviceMemory> arena_, token_, position_, next_, logits_;
   std::deque<DeviceMemory> tables_;
   std::vector<std::optional<mx::array>> spare_;  // by layer
@@ -300,8 +295,7 @@ class CudaDecode : public PlannedDecode {
 }  // namespace
 
 void set_cuda_decode_options(const DecodeOptions& options) {
-  set_options().options = options;
-  ++set_options().version;
+  set_options() = options;
 }
 
 std::unique_ptr<GpuDecode> make_gpu_decode(const DecodePlan& plan) {

@@ -134,7 +134,7 @@ class MetalDecode : public PlannedDecode {
     DecodeOptions options;
     options.logits = true;
     weights_.reset();
-    program_ = programs_->at(capacities_, options);
+    program_ = programs_of(plan_)->at(capacities_, options);
     weights_.emplace(program_->program);
     const auto arrays = plan_.arrays();
     for (size_t i = 0; i < arrays.size(); ++i) {

@@ -15,11 +15,10 @@ namespace lily {
 class PlannedDecode : public GpuDecode {
  protected:
   // `backend` opens the sentence of an error.
-  PlannedDecode(const DecodePlan& plan, const std::string& backend)
-      : plan_(plan), programs_(programs_of(plan)) {
-    if (!programs_->refusal.empty()) {
-      throw std::invalid_argument("lily_mlx, " + backend +
-                                  ": no decode kernel: " + programs_->refusal);
+  PlannedDecode(const DecodePlan& plan, const std::string& backend) : plan_(plan) {
+    const std::string& refusal = programs_of(plan)->refusal;  // the plan keeps it
+    if (!refusal.empty()) {
+      throw std::invalid_argument("lily_mlx, " + backend + ": no decode kernel: " + refusal);
     }
     for (const mx::array* a : plan.arrays()) {
       if (!a->flags().row_contiguous) {
@@ -40,7 +39,6 @@ class PlannedDecode : public GpuDecode {
   }
 
   const DecodePlan& plan_;  // the state that owns this keeps it alive
-  const std::shared_ptr<DecodePrograms> programs_;
   std::shared_ptr<const DecodeProgram> program_;
   std::vector<int> capacities_;  // that program_ was built for
 };

@@ -574,7 +574,7 @@ bool moe(mx::Stream s, const Arrays& in, Arrays& out, const std::vector<Format>&
 
 // ---- The decode step
 
-DecodeDims decode_dims(const DecodePlan& plan) {
+static DecodeDims decode_dims(const DecodePlan& plan) {
   DecodeDims dims;
   dims.t = type_of(plan.dtype, "activations");
   dims.embedding = dims_of(plan.embedding);
@@ -625,7 +625,6 @@ struct DecodeRun {
 // A plan's Programs with its weights bound.
 struct HostPlan {
   std::mutex mutex;
-  std::shared_ptr<DecodePrograms> programs;
   std::string refusal;
   std::shared_ptr<Executor> built_for;
   std::map<std::pair<std::vector<int>, bool>, std::shared_ptr<const host::DecodeRun>> runs;
@@ -634,9 +633,10 @@ struct HostPlan {
 namespace host {
 namespace {
 
-std::string plan_refusal(const DecodePlan& plan, const DecodePrograms& programs) {
-  if (!programs.refusal.empty()) {
-    return programs.refusal;
+std::string plan_refusal(const DecodePlan& plan) {
+  const std::string& refusal = programs_of(plan)->refusal;  // the plan keeps it
+  if (!refusal.empty()) {
+    return refusal;
   }
   std::set<const mx::array*> float32, codes;
   for (const DecodeLayer& l : plan.layers) {
@@ -665,8 +665,7 @@ std::shared_ptr<HostPlan> host_plan(const DecodePlan& plan) {
     }
   }
   auto made = std::make_shared<HostPlan>();
-  made->programs = programs_of(plan);
-  made->refusal = plan_refusal(plan, *made->programs);
+  made->refusal = plan_refusal(plan);
   std::lock_guard lock(g.mutex);
   plan.host = made;
   return made;
@@ -694,7 +693,7 @@ std::shared_ptr<const DecodeRun> decode_run(const DecodePlan& plan,
   if (!found) {
     DecodeOptions options = now->options.decode;
     options.logits = with_logits;
-    DecodeRun run{now, host->programs->at(capacities, options), nullptr};
+    DecodeRun run{now, programs_of(plan)->at(capacities, options), nullptr};
     now->prepare(run.program->program);
     run.weights = std::make_shared<Bindings>(run.program->program);
     const auto arrays = plan.arrays();

@@ -37,7 +37,6 @@ using HostCounts = std::map<std::tuple<std::string, std::string, std::string>, i
 HostCounts metal_host_counts();
 void reset_metal_host_counts();
 
-DecodeDims decode_dims(const DecodePlan& plan);
 // The plan's Programs, made by the first who asks. From any thread.
 std::shared_ptr<DecodePrograms> programs_of(const DecodePlan& plan);
 

@@ -200,11 +200,16 @@ def _equal(a: np.ndarray, b: np.ndarray) -> float:
     return 0.0 if np.array_equal(a, b) else np.inf
 
 
-def _embed(d: Dispatch) -> float:
+def _weight(d: Dispatch, number: int, suffix: str = "") -> Matrix:
+    """A kernel's matrix of that number; the tensor-core forms have no constants for its format."""
+    names = (f"{name}{suffix}" for name in ("w", "scales", "biases"))
     c = d.c
-    m = d.matrix(
-        "w", "scales", "biases", c["kRows0"], c["kK"], c.get("kBits0", 4), c.get("kGroup", 64)
-    )
+    bits, group = c.get(f"kBits{number}", 4), c.get("kGroup", 64)
+    return d.matrix(*names, c[f"kRows{number}"], c["kK"], bits, group)
+
+
+def _embed(d: Dispatch) -> float:
+    m = _weight(d, 0)
     token = int(d.arrays["token"][0])
     return _equal(d.arrays["h"], A.store(m.values(0, slice(token, token + 1))[0]))
 
@@ -236,8 +241,7 @@ def _gemv(d: Dispatch) -> float:
     for i in range(4):
         if not c[f"kRows{i}"]:
             continue
-        m = d.matrix(f"w{i}", f"scales{i}", f"biases{i}", c[f"kRows{i}"], c["kK"],
-                     c.get(f"kBits{i}", 4), c.get("kGroup", 64))  # fmt: skip
+        m = _weight(d, i, str(i))
         exact, size = m.product(x)
         size = size * (_sum_size(d) + slack)
         if c["kResidual"]:
@@ -249,11 +253,8 @@ def _gemv(d: Dispatch) -> float:
 
 
 def _head(d: Dispatch) -> float:
-    c = d.c
     x, slack = _row(d)
-    m = d.matrix(
-        "w", "scales", "biases", c["kRows0"], c["kK"], c.get("kBits0", 4), c.get("kGroup", 64)
-    )
+    m = _weight(d, 0)
     exact, size = m.product(x)
     logits = d["logits"]
     best = int(np.argmax(logits))
@@ -413,12 +414,6 @@ def check_of(kernel: str) -> Callable[[Dispatch], float]:
 # ---- Programs
 
 
-def two_layers(shapes: dict[str, Any]) -> dict[str, Any]:
-    """The shapes with one DeltaNet and one attention layer; the others launch the same."""
-    kinds = ("delta", "attention")
-    return {**shapes, "layers": [next(x for x in shapes["layers"] if k in x) for k in kinds]}
-
-
 def capacity_of(context: int) -> int:
     return max(256, (context + 255) // 256 * 256)
 
@@ -442,7 +437,8 @@ def run_program(
     entries = {k["kernel"]: k for k in json.loads((kernels.folder() / "manifest.json").read_text())}
     capacity = capacity or capacity_of(context)
     options = ptx.NVIDIA if options is None else options
-    built = _ext.decode_program(two_layers(shapes), capacity, {**options, "context": context})
+    few = ptx.distinct_layers(shapes)
+    built = _ext.decode_program(few, capacity, {**options, "context": context})
     kept: dict[str, Any] = {}
     seen = set()
     for i in range(len(built.program)):

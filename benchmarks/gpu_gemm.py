@@ -17,19 +17,17 @@ from typing import Any
 
 import numpy as np
 
-# rows, columns, row groups, column groups of GemmBlock; the first two are the package's.
-BLOCKS = [(64, 128, 1, 4), (128, 128, 2, 4), (128, 128, 2, 2), (64, 128, 2, 2), (128, 64, 2, 2),
-          (128, 256, 2, 4), (64, 256, 1, 8), (256, 128, 4, 2), (32, 128, 1, 4)]  # fmt: skip
-# name: (depth, weight rows, rows of x)
+# rows, columns, row groups, column groups of GemmBlock; the first three are the package's.
+BLOCKS = [(16, 128, 1, 4), (32, 128, 1, 4), (64, 256, 1, 8), (64, 128, 1, 4), (64, 128, 1, 8),
+          (32, 128, 1, 8)]  # fmt: skip
+# name: (depth, weight rows)
 DENSE = {
-    "delta in": (2048, 12352, 2048), "delta out": (4096, 2048, 2048),
-    "attention in": (2048, 9216, 2048), "attention out": (4096, 2048, 2048),
-    "shared down": (512, 2048, 2048), "router": (2048, 256, 2048),
-    "delta in, 512": (2048, 12352, 512),
-    "delta out, 512": (4096, 2048, 512),
+    "delta in": (2048, 12352), "delta out": (4096, 2048), "attention in": (2048, 9216),
+    "shared down": (512, 2048), "router": (2048, 257),
 }  # fmt: skip
+ROWS = (64, 128, 256, 512, 1024, 2048)
 EXPERTS, TOP_K, HIDDEN, WIDTH, GROUP = 256, 8, 2048, 512, 64
-TOKENS = (2048, 512, 64)
+TOKENS = (2048, 1024, 512, 256, 64)
 
 
 def make(folder: Path) -> None:
@@ -41,7 +39,7 @@ def make(folder: Path) -> None:
         name = "x".join(map(str, block))
         text = "".join(
             f'#include "{h}.h"\n'
-            for h in ("qgemm", "qgemm_instances", "moe_gemm", "moe_gemm_instances", "tile_mma_sync")
+            for h in ("gemm_sync", "qgemm", "qgemm_instances", "moe_gemm", "moe_gemm_instances")
         )
         kind = f"GemmBlock<{', '.join(map(str, block))}>"
         text += f"typedef {kind} Block;\n"
@@ -212,8 +210,9 @@ def main(argv: list[str]) -> None:
     except NoDevice as reason:
         sys.exit(str(reason))
     rng = np.random.default_rng(0)
-    for what, (depth, n, rows) in DENSE.items():
-        bench.dense(rng, what, depth, n, rows)
+    for what, (depth, n) in DENSE.items():
+        for rows in ROWS:
+            bench.dense(rng, f"{what}, {rows}", depth, n, rows)
     gate, up = (Weights(rng, EXPERTS * WIDTH, HIDDEN) for _ in range(2))
     down = Weights(rng, EXPERTS * HIDDEN, WIDTH)
     for tokens in TOKENS:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 FOLDER = Path(__file__).parent / "ptx_kernels"
@@ -165,14 +167,19 @@ def distinct_layers(text_shapes: dict[str, Any]) -> dict[str, Any]:
     return {**text_shapes, "layers": layers}
 
 
-# Rows that between them use every kernel of a projection and of an MoE block.
-_PROJECT_ROWS = (1, 5, 9, 17, 65536)
-_MOE_ROWS = (1, 5, 9, 17, 33, 65536)
+# Rows of x and weight rows that between them use every kernel of a projection and of an MoE block.
+_ROWS = (1, 5, 9, 17, 33, 512, 1024, 65536)
+_COLUMNS = (128, 4096, 65536)
 
 
+@functools.cache
 def layer_pipelines(
-    kind: str, dtype: str, formats: Iterable[tuple[int, int]] = (), experts: int = 0, top_k: int = 0
-) -> dict[str, Any]:
+    kind: str,
+    dtype: str,
+    formats: frozenset[tuple[int, int]] = frozenset(),
+    experts: int = 0,
+    top_k: int = 0,
+) -> Mapping[str, Any]:
     """The pipelines of a layer primitive on an NVIDIA GPU, by key, for any number of rows.
 
     Args:
@@ -188,30 +195,40 @@ def layer_pipelines(
         built.append(_ext.attention_prepare_program(dtype, 256, 64))
     if kind == "gated_delta":
         built.append(_ext.gated_delta_program(dtype, 1, 32, 1, 1, 1e-6, scan="apart"))
-    for bits, group in set(formats):
-        matrix = (128, 128, bits, group, 1)
+    # The last has 32 rows an expert, also where experts are few.
+    row_counts = {*_ROWS, 32 * experts // max(1, top_k)}
+    for bits, group in formats:
         if kind == "project":  # embeddings are asked for as projections
-            built.append(_ext.embed_program(dtype, 1, matrix))
-            for rows in _PROJECT_ROWS:
+            built.append(_ext.embed_program(dtype, 1, (128, 128, bits, group, 1)))
+        for rows, columns in itertools.product(sorted(row_counts - {0}), _COLUMNS):
+            matrix = (columns, 128, bits, group, 1)
+            if kind == "project":
                 kernel = "gemv_rows" if rows <= 16 else "qgemm"
                 built += [
                     _ext.project_program(dtype, kernel, rows, [matrix], float32, UNIT)
                     for float32 in (False, True)
                 ]
-        if kind == "moe":
-            expert = (128, 128, bits, group, experts)
-            dims = dict.fromkeys(("gate", "up", "down"), expert)
-            dims |= dict.fromkeys(("shared_gate", "shared_up", "shared_down"), matrix)
-            dims |= {
-                "router": (experts, 128, bits, group, 1),
-                "shared_router": (1, 128, bits, group, 1),
-                "top_k": top_k,
-                "normalize": True,
-            }
-            for rows in _MOE_ROWS:
+            if kind == "moe":
                 kernel = "moe_rows" if rows <= 16 else "moe_gemm"
+                dims = _moe_dims(columns, bits, group, experts, top_k)
                 built.append(_ext.moe_program(dtype, kernel, rows, dims, UNIT))
-    return {p["key"]: p for b in built for p in b.program.pipelines}
+    return MappingProxyType({p["key"]: p for b in built for p in b.program.pipelines})
+
+
+def _moe_dims(hidden: int, bits: int, group: int, experts: int, top_k: int) -> dict[str, Any]:
+    into, out = (128, hidden, bits, group), (hidden, 128, bits, group)
+    return {
+        "gate": (*into, experts),
+        "up": (*into, experts),
+        "down": (*out, experts),
+        "shared_gate": (*into, 1),
+        "shared_up": (*into, 1),
+        "shared_down": (*out, 1),
+        "router": (experts, hidden, bits, group, 1),
+        "shared_router": (1, hidden, bits, group, 1),
+        "top_k": top_k,
+        "normalize": True,
+    }
 
 
 def prefill_pipelines(text_shapes: dict[str, Any]) -> dict[str, Any]:
@@ -222,7 +239,7 @@ def prefill_pipelines(text_shapes: dict[str, Any]) -> dict[str, Any]:
     """
     dtype = text_shapes["dtype"]
     tables = {name: text_shapes[name] for name in ("embedding", "head")}
-    found = layer_pipelines("project", dtype, _formats(tables))
+    found = dict(layer_pipelines("project", dtype, _formats(tables)))
     for layer in text_shapes["layers"]:
         mixer, moe = layer.get("delta") or layer["attention"], layer["moe"]
         found |= layer_pipelines("project", dtype, _formats(mixer))
@@ -231,8 +248,8 @@ def prefill_pipelines(text_shapes: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _formats(part: dict[str, Any]) -> set[tuple[int, int]]:
-    return {(m[2], m[3]) for m in part.values() if isinstance(m, (tuple, list))}
+def _formats(part: dict[str, Any]) -> frozenset[tuple[int, int]]:
+    return frozenset((m[2], m[3]) for m in part.values() if isinstance(m, (tuple, list)))
 
 
 def missing(kind: str, shape: dict[str, Any]) -> list[str]:
@@ -244,11 +261,11 @@ def missing(kind: str, shape: dict[str, Any]) -> list[str]:
     from lily_mlx import _ext
 
     _register_once()
-    formats = [
+    formats = frozenset(
         (bits, group)
         for bits in _list(shape.get("bits", ()))
         for group in (_list(shape.get("group", 32)) if bits else [32])
-    ]
+    )
     needed = layer_pipelines(
         kind,
         _list(shape["dtype"])[0],

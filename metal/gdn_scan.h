@@ -10,8 +10,8 @@
 // Layout of threads. A simdgroup holds 4 R rows of S: eight lanes a row, a lane 16 of its 128
 // values (k = 64 i + 8 part + c, so that loads of q and k are 16 bytes a lane), R rows a lane. A
 // sum over Dk is three shuffles for four rows at once. The next token's q, k, v, g, beta are loaded
-// before this one's use; in gdn_scan those of the next four, since NVIDIA's assembler moves a load
-// towards its use and a token takes less time than memory.
+// before this one's use; in gdn_scan those of the next three before three tokens, since on NVIDIA a token
+// takes less time than memory, and a simdgroup can wait for few loads apart.
 //   gdn_scan        4 simdgroups; grid (Dv / (16 R), Hv, B); y fp32 to memory, normalised by
 //                   gated_norm
 //   gdn_scan_norm   a threadgroup a head, Dv / (4 R) simdgroups; y of a block of tokens is staged
@@ -31,7 +31,7 @@ namespace lily {
 
 constant constexpr int kGdnDim = 128;
 constant constexpr int kGdnBlockTokens = 16;  // staged by gdn_scan_block
-constant constexpr int kGdnAhead = 4;         // tokens that gdn_scan has in registers
+constant constexpr int kGdnAhead = 3;         // tokens that gdn_scan loads at once
 
 struct GdnParams {
   int tokens;
@@ -48,6 +48,11 @@ struct GdnToken {
   A v[R];
   float g;
   float beta;
+};
+
+template <typename A, int R>
+struct GdnTokens {
+  GdnToken<A, R> t[kGdnAhead];
 };
 
 // The lane's share of R rows of the state.
@@ -180,6 +185,21 @@ METAL_FUNC void gdn_load_token(
   gdn_load_values<A, R>(x, t, row, token);
 }
 
+// Tokens from `first` on; past the end, the last.
+template <typename A, int R>
+METAL_FUNC void gdn_load_tokens(
+    thread const GdnStream<A>& x,
+    int first,
+    int count,
+    int row,
+    int part,
+    thread GdnTokens<A, R>& tokens) {
+#pragma clang loop unroll(full)
+  for (int i = 0; i < kGdnAhead; ++i) {
+    gdn_load_token<A, R>(x, min(first + i, count - 1), row, part, tokens.t[i]);
+  }
+}
+
 // The lane with part == j stores row j, so that a simdgroup stores 4 R neighbouring values at once.
 template <int R>
 METAL_FUNC float gdn_pick(thread const float* y, int part) {
@@ -235,19 +255,21 @@ template <typename A, int R>
 
   GdnRows<R> rows;
   gdn_load_state<R>(state_in + at, part, rows);
-  GdnToken<A, R> ahead[kGdnAhead];
-#pragma clang loop unroll(full)
-  for (int i = 0; i < kGdnAhead; ++i) {
-    gdn_load_token<A, R>(x, min(i, p.tokens - 1), row, part, ahead[i]);
-  }
+  GdnTokens<A, R> next;
+  gdn_load_tokens<A, R>(x, 0, p.tokens, row, part, next);
   for (int first_token = 0; first_token < p.tokens; first_token += kGdnAhead) {
+    const GdnTokens<A, R> now = next;
+    issue_loads();
+    if (first_token + kGdnAhead < p.tokens) {
+      gdn_load_tokens<A, R>(x, first_token + kGdnAhead, p.tokens, row, part, next);
+    }
+    issue_loads();
 #pragma clang loop unroll(full)
     for (int i = 0; i < kGdnAhead; ++i) {
       const int t = first_token + i;
       if (t < p.tokens) {
         float out[R];
-        gdn_step<A, R>(rows, ahead[i], out);
-        gdn_load_token<A, R>(x, min(t + kGdnAhead, p.tokens - 1), row, part, ahead[i]);
+        gdn_step<A, R>(rows, now.t[i], out);
         if (part < R) {
           y_head[size_t(t) * x.value_stride + row + 4 * part] = gdn_pick<R>(out, part);
         }

@@ -11,8 +11,8 @@
 // 32) codes of one weight row and a run of one row of x. The next step's bytes are loaded to registers
 // before this step's product.
 //
-// Threadgroup memory: 80 (rows + weight rows) bytes for the operands; where results are staged (TileTraits)
-// the same space holds the fp32 result, 272 bytes a row. Bytes: a threadgroup reads rows K values and
+// Threadgroup memory: 80 (rows + weight rows) bytes for the operands; the same space then holds the fp32
+// result, 272 bytes a row. gemm_sync.h does all this its own way. Bytes: a threadgroup reads rows K values and
 // columns K codes with their scales; flops 2 rows columns K.
 //
 // Function constants: 0 = bits of a code (4, 8, or 16 for weights of type A without scales), 1 =
@@ -67,38 +67,6 @@ METAL_FUNC void dequantize16(uint4 lo, uint4 hi, A scale, A bias, threadgroup A*
   }
 }
 
-// What a kind of tile (tile_mma.h and its siblings) wants; this is for lane layouts that nobody documents.
-template <typename Tile>
-struct TileTraits {
-  constexpr static constant bool kStaged = true;  // results pass through threadgroup memory
-
-  // Two matrices share a block: whether weight row `row` of it is the second one's, and which.
-  static METAL_FUNC bool is_second(int row, int half_columns) {
-    return row >= half_columns;
-  }
-  static METAL_FUNC int pair_column(int row, int half_columns) {
-    return row % half_columns;
-  }
-  template <typename A>
-  static METAL_FUNC void dequantize(uint4 lo, uint4 hi, A scale, A bias, threadgroup A* out) {
-    dequantize16<A>(lo, hi, scale, bias, out);
-  }
-  // The rows that the simdgroup's tile need not compute are those from `rows` on.
-  static METAL_FUNC void limit(thread Tile&, int) {}
-};
-
-template <typename A, typename Block, template <typename, int, int> class Tile>
-struct GemmShape {
-  typedef Tile<A, Block::kTileRows, Block::kTileColumns> TileType;
-  typedef TileTraits<TileType> Traits;
-  constexpr static constant int kOperandBytes =
-      2 * kGemmStride * (Block::kRows + Block::kColumns);
-  constexpr static constant int kResultBytes =
-      Traits::kStaged ? 4 * Block::kOutStride * Block::kRows : 0;
-  constexpr static constant int kWords =  // of 16 bytes
-      (kOperandBytes > kResultBytes ? kOperandBytes : kResultBytes) / 16;
-};
-
 // The scale or bias that serves code `k` of a row.
 template <typename A>
 METAL_FUNC A group_value(const device A* values, int k, int group) {
@@ -109,9 +77,17 @@ METAL_FUNC size_t groups_before(size_t row, int depth, int group) {
   return row * size_t(depth / group);
 }
 
+// A matrix of affine codes, or of A itself (bits 16).
+template <typename A>
+struct QuantizedRows {
+  const device uint* codes;
+  const device A* scales;
+  const device A* biases;
+};
+
 // What one thread brings: a run of one row of x and a part of a step of one weight row.
 template <typename A, typename Block>
-struct GemmLoader {
+struct StagedLoader {
   constexpr static constant int kRun = Block::kRun;
   constexpr static constant int kCodes = Block::kCodes;
   const device A* x;
@@ -144,20 +120,25 @@ struct GemmLoader {
     }
   }
 
-  // Row `row` of a matrix of depth K at w with its scales and biases.
-  METAL_FUNC void set_w(
-      const device uint* matrix,
-      const device A* matrix_scales,
-      const device A* matrix_biases,
-      size_t row,
-      int depth,
-      bool valid,
-      uint tid) {
+  // The block's columns are `rows` of a matrix of depth K from its row `first` on, or fewer.
+  METAL_FUNC void set_matrix(QuantizedRows<A> matrix, size_t first, int rows, int depth, uint tid) {
+    set_row(matrix, first, w_row(tid), rows, depth, tid);
+  }
+
+  // Half the columns are rows of one matrix, the other half the same rows of another.
+  METAL_FUNC void set_pair(
+      QuantizedRows<A> one, QuantizedRows<A> two, size_t first, int rows, int depth, uint tid) {
+    constexpr int kHalf = Block::kColumns / 2;
+    set_row(w_row(tid) < kHalf ? one : two, first, w_row(tid) % kHalf, rows, depth, tid);
+  }
+
+  METAL_FUNC void set_row(
+      QuantizedRows<A> matrix, size_t first, int row, int rows, int depth, uint tid) {
     first_code = int(tid) % (kGemmStep / kCodes) * kCodes;
-    w = (const device uchar*)matrix + row * size_t(depth * kBits / 8);
-    scales = matrix_scales + groups_before(row, depth, kGroup);
-    biases = matrix_biases + groups_before(row, depth, kGroup);
-    has_w = valid;
+    w = (const device uchar*)matrix.codes + (first + row) * size_t(depth * kBits / 8);
+    scales = matrix.scales + groups_before(first + row, depth, kGroup);
+    biases = matrix.biases + groups_before(first + row, depth, kGroup);
+    has_w = row < rows;
     for (int i = 0; i < kCodes / 8; ++i) {
       words[i] = uint4(0);
     }
@@ -196,7 +177,6 @@ struct GemmLoader {
     }
   }
 
-  template <typename Traits>
   METAL_FUNC void put(threadgroup A* xs, threadgroup A* ws, uint tid) {
     threadgroup A* x_out = xs + x_row(tid) * kGemmStride + int(tid) % (kGemmStep / kRun) * kRun;
     if (kRun == 4) {
@@ -214,31 +194,41 @@ struct GemmLoader {
         lo[0] = words[word][i % 2 * 2];
         lo[1] = words[word][i % 2 * 2 + 1];
       }
-      Traits::dequantize(lo, words[kBits == 16 ? 2 * i + 1 : word], scale, bias, w_out + 16 * i);
+      dequantize16<A>(lo, words[kBits == 16 ? 2 * i + 1 : word], scale, bias, w_out + 16 * i);
     }
   }
 };
 
+// What a threadgroup is made of, by its kind of tile; this is for those whose lanes hold nobody knows what.
+template <typename A, typename Block, template <typename, int, int> class Tile>
+struct GemmShape {
+  typedef Tile<A, Block::kTileRows, Block::kTileColumns> TileType;
+  typedef StagedLoader<A, Block> Loader;
+  constexpr static constant int kOperandBytes =
+      2 * kGemmStride * (Block::kRows + Block::kColumns);
+  constexpr static constant int kResultBytes = 4 * Block::kOutStride * Block::kRows;
+  constexpr static constant int kWords =  // of 16 bytes
+      (kOperandBytes > kResultBytes ? kOperandBytes : kResultBytes) / 16;
+};
+
 // Leaves the fp32 sums of the simdgroup's part in `tile`; only the block's first `rows` rows are wanted.
-template <typename A, typename Block, template <typename, int, int> class Tile, typename TileType>
+template <typename A, typename Block, typename TileType>
 METAL_FUNC void gemm_sums(
-    thread GemmLoader<A, Block>& loader,
+    thread StagedLoader<A, Block>& loader,
     thread TileType& tile,
     int depth,
-    int rows,
+    int,
     threadgroup float4* shared,
     uint tid,
     uint sg) {
-  typedef TileTraits<TileType> Traits;
   threadgroup A* xs = (threadgroup A*)shared;
   threadgroup A* ws = xs + Block::kRows * kGemmStride;
   const int row = int(sg) / Block::kColumnGroups * Block::kTileRows * 8;
   const int column = int(sg) % Block::kColumnGroups * Block::kTileColumns * 8;
   tile.start(tid % 32);
-  Traits::limit(tile, rows - row);
   loader.fetch(0);
   for (int k = 0; k < depth; k += kGemmStep) {
-    loader.template put<Traits>(xs, ws, tid);
+    loader.put(xs, ws, tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (k + kGemmStep < depth) {
       loader.fetch(k + kGemmStep);

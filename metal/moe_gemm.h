@@ -94,7 +94,7 @@ template <typename A, typename Block, template <typename, int, int> class Tile>
     uint tid [[thread_index_in_threadgroup]],
     uint sg [[simdgroup_index_in_threadgroup]]) {
   typedef GemmShape<A, Block, Tile> Shape;
-  typedef GemmLoader<A, Block> Loader;
+  typedef typename Shape::Loader Loader;
   threadgroup float4 shared[Shape::kWords];
   const bool grouped = p.grouped != 0;
   const uint expert = grouped ? block_map[2 * tg.y] : 0u;
@@ -111,22 +111,14 @@ template <typename A, typename Block, template <typename, int, int> class Tile>
   if (row < end_row) {
     token = grouped ? int(order[row]) / p.top_k : row;
   }
-  const int w_row = Loader::w_row(tid);
-  const bool is_gate = !Shape::Traits::is_second(w_row, kHalf);
-  const int column = first_column + Shape::Traits::pair_column(w_row, kHalf);
-  const size_t weight_row = size_t(expert) * p.width + column;
   Loader loader;
   loader.set_x(x + size_t(token) * p.hidden, row < end_row, tid);
-  loader.set_w(
-      is_gate ? gate : up,
-      is_gate ? gate_scales : up_scales,
-      is_gate ? gate_biases : up_biases,
-      weight_row,
-      p.hidden,
-      column < p.width,
-      tid);
+  const QuantizedRows<A> gate_rows = {gate, gate_scales, gate_biases};
+  const QuantizedRows<A> up_rows = {up, up_scales, up_biases};
+  const size_t weight_row = size_t(expert) * p.width + first_column;
+  loader.set_pair(gate_rows, up_rows, weight_row, p.width - first_column, p.hidden, tid);
   typename Shape::TileType tile;
-  gemm_sums<A, Block, Tile>(loader, tile, p.hidden, end_row - first_row, shared, tid, sg);
+  gemm_sums(loader, tile, p.hidden, end_row - first_row, shared, tid, sg);
   const SwigluStore<A> store = {
       act + size_t(first_row) * p.width + first_column,
       end_row - first_row,
@@ -150,7 +142,7 @@ template <typename A, typename Block, template <typename, int, int> class Tile>
     uint tid [[thread_index_in_threadgroup]],
     uint sg [[simdgroup_index_in_threadgroup]]) {
   typedef GemmShape<A, Block, Tile> Shape;
-  typedef GemmLoader<A, Block> Loader;
+  typedef typename Shape::Loader Loader;
   threadgroup float4 shared[Shape::kWords];
   const uint expert = block_map[2 * tg.y];
   if (expert == kNoBlock) {
@@ -160,13 +152,13 @@ template <typename A, typename Block, template <typename, int, int> class Tile>
   const int end_row = int(offsets[expert + 1]);
   const int first_column = int(tg.x) * Block::kColumns;
   const int row = first_row + Loader::x_row(tid);
-  const int column = first_column + Loader::w_row(tid);
   Loader loader;
   loader.set_x(act + size_t(row) * p.width, row < end_row, tid);
-  loader.set_w(
-      w, scales, biases, size_t(expert) * p.hidden + column, p.width, column < p.hidden, tid);
+  const QuantizedRows<A> matrix = {w, scales, biases};
+  const size_t weight_row = size_t(expert) * p.hidden + first_column;
+  loader.set_matrix(matrix, weight_row, p.hidden - first_column, p.width, tid);
   typename Shape::TileType tile;
-  gemm_sums<A, Block, Tile>(loader, tile, p.width, end_row - first_row, shared, tid, sg);
+  gemm_sums(loader, tile, p.width, end_row - first_row, shared, tid, sg);
   const DownStore store = {
       order + first_row, down, end_row - first_row, first_column, p.hidden};
   gemm_results<Block>(tile, store, shared, tid, sg);

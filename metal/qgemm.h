@@ -83,17 +83,17 @@ template <typename A, typename O, typename Block, template <typename, int, int> 
     uint tid [[thread_index_in_threadgroup]],
     uint sg [[simdgroup_index_in_threadgroup]]) {
   typedef GemmShape<A, Block, Tile> Shape;
-  typedef GemmLoader<A, Block> Loader;
+  typedef typename Shape::Loader Loader;
   threadgroup float4 shared[Shape::kWords];
   const int first_row = int(tg.y) * Block::kRows;
   const int first_column = int(tg.x) * Block::kColumns;
   const int row = first_row + Loader::x_row(tid);
-  const int column = first_column + Loader::w_row(tid);
   Loader loader;
   loader.set_x(x + size_t(row) * p.depth, row < p.rows, tid);
-  loader.set_w(w, scales, biases, column, p.depth, column < p.n, tid);
+  const QuantizedRows<A> matrix = {w, scales, biases};
+  loader.set_matrix(matrix, first_column, p.n - first_column, p.depth, tid);
   typename Shape::TileType tile;
-  gemm_sums<A, Block, Tile>(loader, tile, p.depth, p.rows - first_row, shared, tid, sg);
+  gemm_sums(loader, tile, p.depth, p.rows - first_row, shared, tid, sg);
   const QgemmStore<A, O> store = {
       h, y, first_row, p.rows, first_column, p.n, p.has_residual != 0};
   gemm_results<Block>(tile, store, shared, tid, sg);
@@ -123,7 +123,7 @@ template <typename A, typename O, typename Block, template <typename, int, int> 
     uint tid [[thread_index_in_threadgroup]],
     uint sg [[simdgroup_index_in_threadgroup]]) {
   typedef GemmShape<A, Block, Tile> Shape;
-  typedef GemmLoader<A, Block> Loader;
+  typedef typename Shape::Loader Loader;
   threadgroup float4 shared[Shape::kWords];
   int m = 0;
   int block = int(tg.x);
@@ -142,12 +142,12 @@ template <typename A, typename O, typename Block, template <typename, int, int> 
   const int first_row = int(tg.y) * Block::kRows;
   const int first_column = block * Block::kColumns;
   const int row = first_row + Loader::x_row(tid);
-  const int column = first_column + Loader::w_row(tid);
   Loader loader;
   loader.set_x(x + size_t(row) * p.depth, row < p.rows, tid);
-  loader.set_w(w, scales, biases, column, p.depth, column < n, tid);
+  const QuantizedRows<A> matrix = {w, scales, biases};
+  loader.set_matrix(matrix, first_column, n - first_column, p.depth, tid);
   typename Shape::TileType tile;
-  gemm_sums<A, Block, Tile>(loader, tile, p.depth, p.rows - first_row, shared, tid, sg);
+  gemm_sums(loader, tile, p.depth, p.rows - first_row, shared, tid, sg);
   const QgemmStore<A, O> store = {x, y, first_row, p.rows, first_column, n, false};
   gemm_results<Block>(tile, store, shared, tid, sg);
 }

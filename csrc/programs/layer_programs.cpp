@@ -57,21 +57,43 @@ struct GemmBlock {
   int rows, columns, threads;
 };
 
+// The blocks of metal/gemm_sync.h, and microseconds that a wave of them takes at K = 2048 on an
+// H200 by how many a multiprocessor has, at most as many as fit (`python -m benchmarks gpu_gemm`).
+struct SyncBlock {
+  GemmBlock block;
+  int fit;
+  float wave[3];
+};
+constexpr SyncBlock kSyncBlocks[] = {{{16, 128, 128}, 3, {12, 17, 21}},
+                                     {{32, 128, 128}, 3, {18, 25, 32}},
+                                     {{64, 256, 256}, 1, {33}}};
+
+float sync_time(const SyncBlock& b, int rows, int columns) {
+  const int blocks = ceil_div(rows, b.block.rows) * ceil_div(columns, b.block.columns);
+  const int full = b.fit * kMultiprocessors, rest = ceil_div(blocks % full, kMultiprocessors);
+  return blocks / full * b.wave[b.fit - 1] + (rest > 0 ? b.wave[rest - 1] : 0.0f);
+}
+
 GemmBlock gemm_block(int rows, MatrixUnit unit) {
   if (unit == MatrixUnit::nvidia) {
-    return {rows, 128, rows == 128 ? 256 : 128};
+    for (const SyncBlock& b : kSyncBlocks) {
+      if (b.block.rows == rows) {
+        return b.block;
+      }
+    }
   }
   return {rows, 64, 128};
 }
 
-// Two blocks of 128 rows on each multiprocessor of a large NVIDIA GPU; fewer leave some idle.
-constexpr int kFullGpu = 264;
-
 // `columns`: weight rows of the whole launch.
 GemmBlock gemm_block(int rows, int columns, MatrixUnit unit) {
   if (unit == MatrixUnit::nvidia) {
-    const bool many = ceil_div(rows, 128) * ceil_div(columns, 128) >= kFullGpu;
-    return gemm_block(many ? 128 : 64, unit);
+    const auto* best =
+        std::min_element(std::begin(kSyncBlocks), std::end(kSyncBlocks),
+                         [&](const SyncBlock& a, const SyncBlock& b) {
+                           return sync_time(a, rows, columns) < sync_time(b, rows, columns);
+                         });
+    return best->block;
   }
   const int least = unit == MatrixUnit::tensor ? 32 : 16;
   return gemm_block(std::max(least, rows <= 16 ? 16 : rows <= 32 ? 32 : 64), unit);
@@ -516,12 +538,8 @@ std::string layer_moe_refusal(Type, const MoeDims& m) {
 
 namespace {
 
-// Rows of a block of one expert, by the rows that an expert gets on average. On NVIDIA rows that
-// are not there cost no products.
+// Rows of a block of one expert, by the rows that an expert gets on average.
 int expert_rows(int rows, const MoeDims& m, MatrixUnit unit) {
-  if (unit == MatrixUnit::nvidia) {
-    return 64;
-  }
   const int mean = rows * m.top_k / std::max(1, m.router.rows);
   const int block = mean <= 16 ? 16 : mean <= 48 ? 32 : 64;
   return unit == MatrixUnit::tensor ? std::max(block, 32) : block;

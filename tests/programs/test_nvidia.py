@@ -142,8 +142,60 @@ def test_the_experts_are_known_before_their_kernels_wait(shapes):
 
 
 def test_kernels_depend_on_formats_not_on_sizes():
-    names = ptx.layer_pipelines("project", "bfloat16", [(4, 64)])
+    names = ptx.layer_pipelines("project", "bfloat16", frozenset({(4, 64)}))
     assert all(key.endswith("_0:4_1:64") for key in names)
     assert ptx.layer_pipelines("gated_delta", "bfloat16").keys() == {
         "conv_prefill_bf16", "gdn_scan_bf16_r2", "gated_norm_bf16",
     }  # fmt: skip
+
+
+def _gemm_keys(rows, columns, experts=256, top_k=8):
+    """What a projection and an MoE block of such sizes run."""
+    matrix = (columns, 256, 4, 64, 1)
+    kernel = "gemv_rows" if rows <= 16 else "qgemm"
+    built = [_ext.project_program("bfloat16", kernel, rows, [matrix], True, ptx.UNIT)]
+    routed = dict.fromkeys(("gate", "up"), (64, columns, 4, 64, experts))
+    shared = dict.fromkeys(("shared_gate", "shared_up"), (columns, columns, 4, 64, 1))
+    rest = {
+        "down": (columns, 64, 4, 64, experts),
+        "shared_down": (columns, columns, 4, 64, 1),
+        "router": (experts, columns, 4, 64, 1),
+        "shared_router": (1, columns, 4, 64, 1),
+        "top_k": top_k,
+        "normalize": True,
+    }
+    kernel = "moe_rows" if rows <= 16 else "moe_gemm"
+    built.append(_ext.moe_program("bfloat16", kernel, rows, routed | shared | rest, ptx.UNIT))
+    return [{p["key"] for p in b.program.pipelines} for b in built]
+
+
+@pytest.mark.parametrize("experts,top_k", [(256, 8), (8, 2), (64, 1)])
+def test_no_size_needs_a_kernel_that_was_not_compiled(experts, top_k):
+    formats = frozenset({(4, 64)})
+    project = ptx.layer_pipelines("project", "bfloat16", formats).keys()
+    moe = ptx.layer_pipelines("moe", "bfloat16", formats, experts, top_k).keys()
+    for rows in (1, 6, 16, 17, 32, 33, 100, 256, 512, 700, 1024, 2048, 4096, 20000):
+        for columns in (64, 256, 2048, 9216, 12352, 40000):
+            a, b = _gemm_keys(rows, columns, experts, top_k)
+            assert a <= project and b <= moe, (rows, columns)
+
+
+@pytest.mark.parametrize(
+    "columns,blocks",
+    [
+        # rows: rows of a block. The fastest of each in `python -m benchmarks gpu_gemm`.
+        (12352, {64: 16, 128: 32, 256: 32, 512: 64, 1024: 64, 2048: 64}),
+        (9216, {64: 16, 128: 32, 256: 32, 512: 32, 1024: 64, 2048: 64}),
+        (2048, {64: 16, 128: 16, 256: 16, 512: 32, 1024: 64, 2048: 64}),
+        (257, {64: 16, 512: 16, 1024: 16, 2048: 16}),
+    ],
+)
+def test_a_gemm_gets_the_block_that_was_fastest_at_its_size(columns, blocks):
+    for rows, block in blocks.items():
+        (key,) = (k for k in _gemm_keys(rows, columns)[0] if "qgemm" in k)
+        assert f"_m{block}_" in key, (rows, key)
+
+
+def test_experts_get_blocks_of_the_rows_that_they_have():
+    for rows, block in {256: 16, 512: 16, 544: 32, 1024: 32, 1568: 64, 2048: 64}.items():
+        assert f"sync_moe_down_bf16_m{block}_0:4_1:64" in _gemm_keys(rows, 2048)[1]

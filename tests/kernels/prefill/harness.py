@@ -29,11 +29,11 @@ def run(file, kernel, buffers, grid, threadgroup, host="cpu", constants=None) ->
     lib[kernel](buffers, grid, threadgroup)
 
 
-# By the prefix of a kernel's name: (file suffix, columns of a block, threads by its rows).
+# By the prefix of a kernel's name: file suffix and, by the rows of a block, its (columns, threads).
 UNITS = {
-    "": ("", 64, {16: 128, 32: 128, 64: 128}),
-    "nax_": ("_nax", 64, {32: 128, 64: 128}),
-    "sync_": ("_sync", 128, {64: 128, 128: 256}),
+    "": ("", dict.fromkeys((16, 32, 64), (64, 128))),
+    "nax_": ("_nax", dict.fromkeys((32, 64), (64, 128))),
+    "sync_": ("_sync", {16: (128, 128), 32: (128, 128), 64: (256, 256)}),
 }
 
 

@@ -57,8 +57,8 @@ def run_experts(e, ids, block, host="cpu", prefix=""):
     """Returns act [T, k, W] and down [T, k, H] in (token, slot) order."""
     tokens, k = ids.shape
     order, offsets, bmap = routing_tables(ids, e.count, block)
-    suffix, columns, threads = UNITS[prefix]
-    file, group_size = "moe_gemm" + suffix, (threads[block], 1, 1)
+    suffix, (columns, threads) = UNITS[prefix][0], UNITS[prefix][1][block]
+    file, group_size = "moe_gemm" + suffix, (threads, 1, 1)
     act = np.zeros((ids.size, e.width), np.uint16)
     p = ints(ids.size, e.width, e.hidden, k, 1)
     buffers = [e.x, *e.gate[:3], *e.up[:3], order, offsets, bmap, act, p]

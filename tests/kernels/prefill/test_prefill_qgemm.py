@@ -43,9 +43,9 @@ def gemm(
     y = np.zeros((rows, n), np.uint16 if output == "A" else np.float32)
     kernel = f"{prefix}qgemm_{a}_{a if output == 'A' else 'fp32'}_m{block}"
     buffers = [x, w, s, b, h, y, ints(rows, n, k, residual)]
-    suffix, columns, threads = UNITS[prefix]
+    suffix, (columns, threads) = UNITS[prefix][0], UNITS[prefix][1][block]
     grid = (-(-n // columns), -(-rows // block), 1)
-    group_size = (threads[block], 1, 1)
+    group_size = (threads, 1, 1)
     run("qgemm" + suffix, kernel, buffers, grid, group_size, host, constants(nbits, group))
     want = product(x, full, a)
     if residual:
@@ -114,10 +114,10 @@ def multi(a, rows, sizes, k, output="A", block=32, host="cpu", prefix=""):
         wanted.append(product(x, full, a))
         outs.append(y)
     kernel = f"{prefix}qgemm_multi_{a}_{a if output == 'A' else 'fp32'}_m{block}"
-    suffix, columns, threads = UNITS[prefix]
+    suffix, (columns, threads) = UNITS[prefix][0], UNITS[prefix][1][block]
     grid = (sum(-(-n // columns) for n in sizes), -(-rows // block), 1)
     p = ints(rows, k, *sizes)
-    group_size = (threads[block], 1, 1)
+    group_size = (threads, 1, 1)
     run("qgemm" + suffix, kernel, [*buffers, p], grid, group_size, host, constants(4, 64))
     for n, y, want in zip(sizes, outs, wanted, strict=True):
         if n:

@@ -12,6 +12,7 @@ from tests.kernels.prefill import test_prefill_qgemm as dense
 from tests.kernels.prefill.harness import (
     KERNELS,
     TYPES,
+    UNITS,
     assert_close,
     bits,
     ints,
@@ -23,7 +24,7 @@ from tests.kernels.prefill.harness import (
 )
 
 SYNC = "sync_"
-BLOCKS = (64, 128)
+BLOCKS = (16, 32, 64)
 
 
 @pytest.mark.parametrize("a", TYPES)
@@ -33,6 +34,8 @@ def test_dense(a, block):
         dense.gemm(a, rows, 136, 64, block=block, prefix=SYNC)
     dense.gemm(a, 5, 3, 128, block=block, output="fp32", prefix=SYNC)
     dense.gemm(a, 5, 100, 128, block=block, residual=True, prefix=SYNC)
+    for depth in (32, 96, 224, 544):  # ends in each part of a step
+        dense.gemm(a, 11, 40, depth, 4, 32, block=block, prefix=SYNC)
     dense.multi(a, 35, (64, 0, 150, 1), 64, block=block, prefix=SYNC)
 
 
@@ -51,9 +54,8 @@ def test_plain_weights(a, block):
     x, w = normal(rng, (9, 128), a), normal(rng, (70, 128), a)
     y, none = np.zeros((9, 70), np.float32), np.zeros(8, np.uint16)
     buffers = [x, w.view(np.uint32), none, none, x, y, ints(9, 70, 128, 0)]
-    threads = (128 if block == 64 else 256, 1, 1)
-    kernel = f"sync_qgemm_{a}_fp32_m{block}"
-    run("qgemm_sync", kernel, buffers, (1, 1, 1), threads, "cpu", {0: 16, 1: 32})
+    kernel, threads = f"sync_qgemm_{a}_fp32_m{block}", UNITS[SYNC][1][block][1]
+    run("qgemm_sync", kernel, buffers, (1, 1, 1), (threads, 1, 1), "cpu", {0: 16, 1: 32})
     assert_close(y, dense.product(x, values(w, a), a), 1e-5)
 
 
@@ -69,28 +71,29 @@ def test_a_code_is_dequantized_exactly_and_rounded_once(a):
     np.fill_diagonal(x, 1.0)
     y = np.zeros((128, 128), np.float32)
     buffers = [bits(x, a), w, s, b, x, y, ints(128, 128, 128, 0)]
-    kernel = f"sync_qgemm_{a}_fp32_m128"
-    run("qgemm_sync", kernel, buffers, (1, 1, 1), (256, 1, 1), "cpu", {0: 4, 1: 32})
+    kernel = f"sync_qgemm_{a}_fp32_m64"
+    run("qgemm_sync", kernel, buffers, (1, 2, 1), (256, 1, 1), "cpu", {0: 4, 1: 32})
     # numpy rounds the float64 sum to float32 first; where that is a tie of A, nothing is said.
     twice = rnd(exact.astype(np.float32), a)
     assert (y.T == twice).mean() > 0.999
     assert np.abs(y.T - exact).max() <= np.abs(exact).max() * 2.0**-8
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_bits_do_not_depend_on_the_block(block):
+def test_bits_do_not_depend_on_the_block():
     rng = np.random.default_rng(4)
-    x = normal(rng, (130, 128), "bf16")
-    w, s, b, _ = quantize(rng, 130, 128, "bf16", 4, 64)
+    depth, n = 288, 130
+    x = normal(rng, (130, depth), "bf16")
+    w, s, b, _ = quantize(rng, n, depth, "bf16", 4, 32)
     outs = []
-    for rows, n in ((130, 130), (3, 130)):
-        y = np.zeros((rows, n), np.float32)
-        buffers = [x[:rows].copy(), w, s, b, x, y, ints(rows, n, 128, 0)]
-        threads = (128 if block == 64 else 256, 1, 1)
-        kernel = f"sync_qgemm_bf16_fp32_m{block}"
-        run("qgemm_sync", kernel, buffers, (2, -(-rows // block), 1), threads, "cpu", {0: 4, 1: 64})
-        outs.append(y)
-    assert (outs[0][:3] == outs[1]).all()
+    for block, (columns, threads) in UNITS[SYNC][1].items():
+        for rows in (130, 3):
+            y = np.zeros((rows, n), np.float32)
+            buffers = [x[:rows].copy(), w, s, b, x, y, ints(rows, n, depth, 0)]
+            kernel = f"sync_qgemm_bf16_fp32_m{block}"
+            grid = (-(-n // columns), -(-rows // block), 1)
+            run("qgemm_sync", kernel, buffers, grid, (threads, 1, 1), "cpu", {0: 4, 1: 32})
+            outs.append(y[:3])
+    assert all((y == outs[0]).all() for y in outs)
 
 
 @pytest.mark.parametrize("a", TYPES)

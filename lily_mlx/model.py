@@ -10,11 +10,11 @@ from mlx_lm.models import qwen3_5, qwen3_5_moe
 from mlx_lm.models.pipeline import PipelineMixin
 from mlx_lm.models.qwen3_5 import ModelArgs, TextModelArgs
 
-from lily_mlx import checkpoint, decode, ops
+from lily_mlx import _ext, checkpoint, decode, ops
 from lily_mlx.cache import ArraysCache, KVCache
 from lily_mlx.layers import Attention, GatedDeltaNet, RMSNorm, SparseMoeBlock, project
 from lily_mlx.layers.linear import choose, weight_of
-from lily_mlx.selection import Choice
+from lily_mlx.selection import Choice, device_name
 
 __all__ = ["Model", "ModelArgs", "TextModel"]
 
@@ -37,6 +37,16 @@ class DecoderLayer(qwen3_5.DecoderLayer):
             self.mlp = SparseMoeBlock(args)
         else:
             self.mlp = qwen3_5.MLP(args.hidden_size, args.intermediate_size)
+
+    def __call__(
+        self, x: mx.array, mask: mx.array | None = None, cache: Any | None = None
+    ) -> mx.array:
+        """x [B, T, hidden] -> [B, T, hidden]."""
+        out = super().__call__(x, mask, cache)
+        prefill = cache is not None and x.shape[1] > 1 and not self.training
+        if prefill and not self.is_linear and device_name() == "cuda" and not _ext.is_tracer(out):
+            mx.async_eval(out)  # the GPU starts while Python builds the layers that follow
+        return out
 
 
 class Qwen3_5TextModel(qwen3_5.Qwen3_5TextModel):

@@ -58,6 +58,9 @@ class Parameters {
   uint32_t shared_bytes() const {
     return shared_bytes_;
   }
+  bool operator==(const Parameters& other) const {
+    return storage_ == other.storage_ && shared_bytes_ == other.shared_bytes_;
+  }
 
  private:
   void put(const void* data, size_t bytes) {
@@ -211,6 +214,9 @@ CudaKernels::Kernel CudaKernels::at(const Pipeline& pipeline) {
     check_cuda(cuModuleGetFunction(&entry.kernel.function, module.handle, entry.name.c_str()),
                "finding " + entry.name);
     entry.kernel.ahead = module.ahead;
+    check_cuda(cuFuncGetAttribute(&entry.kernel.most_threads,
+                                  CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, entry.kernel.function),
+               "asking for the registers of " + entry.name);
   }
   return entry.kernel;
 }
@@ -231,77 +237,133 @@ void add_node(mlx::core::cu::CommandEncoder& encoder, const Program& program,
   encoder.add_kernel_node_raw(f, grid, group, {}, parameters.shared_bytes(), parameters.data());
 }
 
-CudaGraph::CudaGraph(const Program& program, const Bindings& bindings, const std::string* label) {
-  CUgraph graph = nullptr;
-  check_cuda(cuGraphCreate(&graph, 0), "creating a graph");
-  try {
-    const Schedule& schedule = bindings.schedule();
-    std::vector<CUgraphNode> nodes(program.dispatches().size());
-    CUgraphNode last = nullptr;
-    for (int index : schedule.order) {
-      const Dispatch& d = program.dispatches()[index];
-      if (label != nullptr && d.name != *label) {
-        continue;
-      }
-      Parameters parameters(bindings, d);
-      CUDA_KERNEL_NODE_PARAMS node = {};
-      const CudaKernels::Kernel kernel = cuda_kernels().at(program.pipelines()[d.pipeline]);
-      node.func = kernel.function;
-      node.gridDimX = bindings.extent(d.grid_size[0]);
-      node.gridDimY = bindings.extent(d.grid_size[1]);
-      node.gridDimZ = bindings.extent(d.grid_size[2]);
-      node.blockDimX = d.group_size[0];
-      node.blockDimY = d.group_size[1];
-      node.blockDimZ = d.group_size[2];
-      node.sharedMemBytes = parameters.shared_bytes();
-      node.kernelParams = parameters.data();
-      allow_shared(node.func, node.sharedMemBytes, d.kernel->name);
-      int most = 0;  // its registers decide
-      check_cuda(cuFuncGetAttribute(&most, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, node.func),
-                 "asking for the registers of " + d.kernel->name);
-      if (static_cast<int>(node.blockDimX * node.blockDimY * node.blockDimZ) > most) {
-        throw std::runtime_error("lily_mlx, NVIDIA: kernel '" + d.kernel->name + "' (" + d.name +
-                                 ") runs with at most " + std::to_string(most) +
-                                 " threads a threadgroup on this GPU; choose fewer simdgroups");
-      }
-      std::vector<CUgraphNode> before;
-      if (label != nullptr) {
-        before.assign(size_ > 0 ? 1 : 0, last);
-      } else {
-        for (int p : schedule.predecessors[index]) {
-          before.push_back(nodes[p]);
-        }
-      }
-      const bool ahead = kernel.ahead && before.size() == 1;
-      check_cuda(cuGraphAddKernelNode(&nodes[index], graph, before.data(),
-                                      ahead ? 0 : before.size(), &node),
-                 "adding " + d.kernel->name + " (" + d.name + ")");
-      if (ahead) {
-        CUgraphEdgeData early = {};
-        early.from_port = CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC;
-        early.type = CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
-        check_cuda(cuGraphAddDependencies_v2(graph, before.data(), &nodes[index], &early, 1),
-                   "letting " + d.kernel->name + " (" + d.name + ") start ahead");
-      }
-      last = nodes[index];
-      ++size_;
+namespace {
+
+// One dispatch as a node of a graph. Stays valid when moved.
+struct Launch {
+  Launch(const Program& program, const Bindings& bindings, const Dispatch& d)
+      : parameters(bindings, d) {
+    const CudaKernels::Kernel kernel = cuda_kernels().at(program.pipelines()[d.pipeline]);
+    ahead = kernel.ahead;
+    node.func = kernel.function;
+    node.gridDimX = bindings.extent(d.grid_size[0]);
+    node.gridDimY = bindings.extent(d.grid_size[1]);
+    node.gridDimZ = bindings.extent(d.grid_size[2]);
+    node.blockDimX = d.group_size[0];
+    node.blockDimY = d.group_size[1];
+    node.blockDimZ = d.group_size[2];
+    node.sharedMemBytes = parameters.shared_bytes();
+    node.kernelParams = parameters.data();
+    allow_shared(node.func, node.sharedMemBytes, d.kernel->name);
+    if (static_cast<int>(node.blockDimX * node.blockDimY * node.blockDimZ) > kernel.most_threads) {
+      throw std::runtime_error("lily_mlx, NVIDIA: kernel '" + d.kernel->name + "' (" + d.name +
+                               ") runs with at most " + std::to_string(kernel.most_threads) +
+                               " threads a threadgroup on this GPU; choose fewer simdgroups");
     }
-    check_cuda(cuGraphInstantiate(&executable_, graph, 0), "instantiating " + program.name());
-  } catch (...) {
-    cuGraphDestroy(graph);
-    throw;
   }
-  cuGraphDestroy(graph);
+
+  bool operator==(const Launch& o) const {
+    return node.func == o.node.func && node.gridDimX == o.node.gridDimX &&
+           node.gridDimY == o.node.gridDimY && node.gridDimZ == o.node.gridDimZ &&
+           node.blockDimX == o.node.blockDimX && node.blockDimY == o.node.blockDimY &&
+           node.blockDimZ == o.node.blockDimZ && parameters == o.parameters;
+  }
+
+  Parameters parameters;
+  CUDA_KERNEL_NODE_PARAMS node = {};
+  bool ahead;
+};
+
+}  // namespace
+
+struct CudaGraph::Parts {
+  ~Parts() {
+    if (executable != nullptr) {
+      cuGraphExecDestroy(executable);
+    }
+    if (graph != nullptr) {
+      cuGraphDestroy(graph);
+    }
+  }
+
+  CUgraph graph = nullptr;  // its nodes name those of the executable
+  CUgraphExec executable = nullptr;
+  Schedule schedule;
+  std::vector<CUgraphNode> nodes;  // of each dispatch
+  std::vector<Launch> launches;    // in the schedule's order
+};
+
+CudaGraph::CudaGraph(const Program& program, const Bindings& bindings, const std::string* label)
+    : parts_(std::make_unique<Parts>()) {
+  Parts& p = *parts_;
+  check_cuda(cuGraphCreate(&p.graph, 0), "creating a graph");
+  p.schedule = bindings.schedule();
+  p.nodes.resize(program.dispatches().size());
+  CUgraphNode last = nullptr;
+  for (int index : p.schedule.order) {
+    const Dispatch& d = program.dispatches()[index];
+    if (label != nullptr && d.name != *label) {
+      continue;
+    }
+    std::vector<CUgraphNode> before;
+    if (label != nullptr) {
+      before.assign(last != nullptr ? 1 : 0, last);
+    } else {
+      for (int i : p.schedule.predecessors[index]) {
+        before.push_back(p.nodes[i]);
+      }
+    }
+    const Launch& launch = p.launches.emplace_back(program, bindings, d);
+    const bool ahead = launch.ahead && before.size() == 1;
+    check_cuda(cuGraphAddKernelNode(&p.nodes[index], p.graph, before.data(),
+                                    ahead ? 0 : before.size(), &launch.node),
+               "adding " + d.kernel->name + " (" + d.name + ")");
+    if (ahead) {
+      CUgraphEdgeData early = {};
+      early.from_port = CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC;
+      early.type = CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
+      check_cuda(cuGraphAddDependencies_v2(p.graph, before.data(), &p.nodes[index], &early, 1),
+                 "letting " + d.kernel->name + " (" + d.name + ") start ahead");
+    }
+    last = p.nodes[index];
+  }
+  check_cuda(cuGraphInstantiate(&p.executable, p.graph, 0), "instantiating " + program.name());
 }
 
-CudaGraph::~CudaGraph() {
-  if (executable_ != nullptr) {
-    cuGraphExecDestroy(executable_);
+CudaGraph::~CudaGraph() = default;
+
+size_t CudaGraph::size() const {
+  return parts_->launches.size();
+}
+
+bool CudaGraph::rebind(const Program& program, const Bindings& bindings) {
+  Parts& p = *parts_;
+  const Schedule& schedule = bindings.schedule();
+  if (schedule.order != p.schedule.order || schedule.predecessors != p.schedule.predecessors ||
+      p.launches.size() != schedule.order.size()) {
+    return false;
   }
+  std::vector<Launch> launches;
+  launches.reserve(schedule.order.size());
+  for (size_t i = 0; i < schedule.order.size(); ++i) {
+    launches.emplace_back(program, bindings, program.dispatches()[schedule.order[i]]);
+    if (launches[i].ahead != p.launches[i].ahead) {
+      return false;
+    }
+  }
+  for (size_t i = 0; i < launches.size(); ++i) {
+    if (!(launches[i] == p.launches[i])) {
+      check_cuda(cuGraphExecKernelNodeSetParams(p.executable, p.nodes[schedule.order[i]],
+                                                &launches[i].node),
+                 "binding " + program.name());
+      p.launches[i] = std::move(launches[i]);
+    }
+  }
+  return true;
 }
 
 void CudaGraph::launch(CUstream stream) {
-  check_cuda(cuGraphLaunch(executable_, stream), "launching a graph");
+  check_cuda(cuGraphLaunch(parts_->executable, stream), "launching a graph");
 }
 
 }  // namespace lily

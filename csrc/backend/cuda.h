@@ -8,6 +8,7 @@
 #include <cuda.h>
 
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -27,7 +28,8 @@ class CudaKernels {
   }
   struct Kernel {
     CUfunction function = nullptr;
-    bool ahead = false;  // waits for the kernels before it by itself, so it may be started early
+    bool ahead = false;    // waits for the kernels before it by itself, so it may be started early
+    int most_threads = 0;  // of a threadgroup: its registers decide
   };
   // Throws std::runtime_error naming the kernel when it was not compiled or the driver refuses it.
   Kernel at(const Pipeline& pipeline);
@@ -55,8 +57,8 @@ void add_node(mlx::core::cu::CommandEncoder& encoder, const Program& program,
               const Bindings& bindings, const Dispatch& d);
 
 // A Program with everything bound, as an executable CUDA graph whose edges are its true
-// dependencies. A kernel that waits by itself (wait_for_previous in metal/common.h) is started while
-// the only one that it depends on still runs, on GPUs that can.
+// dependencies. A kernel that waits by itself (wait_for_previous in metal/common.h) is started
+// while the only one that it depends on still runs, on GPUs that can.
 class CudaGraph {
  public:
   // With `label`, only the dispatches of that label, one after another: for timing them.
@@ -66,13 +68,14 @@ class CudaGraph {
   CudaGraph& operator=(const CudaGraph&) = delete;
 
   void launch(CUstream stream);
-  size_t size() const {
-    return size_;
-  }
+  // Launches from now on run this Program with these bindings; a launch that is queued or running
+  // stays as it was. False, and nothing changed, where the Program has other edges.
+  bool rebind(const Program& program, const Bindings& bindings);
+  size_t size() const;
 
  private:
-  CUgraphExec executable_ = nullptr;
-  size_t size_ = 0;
+  struct Parts;
+  std::unique_ptr<Parts> parts_;
 };
 
 // The device memory behind an evaluated array, and its Buffer.

@@ -1,9 +1,10 @@
-// The decode step on an NVIDIA GPU: the Program is instantiated as a CUDA graph once for a set of
-// buffers, and each step sets the position, copies the token in, launches the graph and copies the
-// results out, all on MLX's stream.
+// The decode step on an NVIDIA GPU: the Program is a CUDA graph, bound to a set of buffers, and
+// each step sets the position, copies the token in, launches the graph and copies the results out,
+// all on MLX's stream. A sequence that ends leaves its graphs to the next one.
 #include <algorithm>
 #include <deque>
-#include <map>
+#include <list>
+#include <mutex>
 #include <stdexcept>
 
 #include "backend/cuda.h"
@@ -19,11 +20,14 @@ namespace {
 class DeviceMemory {
  public:
   explicit DeviceMemory(size_t bytes) : bytes_(std::max<size_t>(bytes, 16)) {
+    check_cuda(cuCtxGetCurrent(&context_), "asking for the context");
     check_cuda(cuMemAlloc(&address_, bytes_), std::to_string(bytes_) + " bytes for a decode step");
   }
-  // Waits for the card.
+  // Waits for the card. Also on threads that MLX runs handlers on, where no context is current.
   ~DeviceMemory() {
+    cuCtxPushCurrent(context_);
     cuMemFree(address_);
+    cuCtxPopCurrent(nullptr);
   }
   DeviceMemory(const DeviceMemory&) = delete;
   DeviceMemory& operator=(const DeviceMemory&) = delete;
@@ -31,11 +35,15 @@ class DeviceMemory {
   CUdeviceptr address() const {
     return address_;
   }
+  size_t bytes() const {
+    return bytes_;
+  }
   Buffer buffer() const {
     return {static_cast<uint64_t>(address_), reinterpret_cast<char*>(address_), bytes_};
   }
 
  private:
+  CUcontext context_ = nullptr;
   CUdeviceptr address_ = 0;
   size_t bytes_;
 };
@@ -53,9 +61,106 @@ CUdeviceptr address(const mx::array& a) {
 // changes.
 constexpr size_t kGraphs = 4;
 
+// What the steps of one sequence run in, whatever its caches. Making two graphs takes the CPU
+// longer than a step takes the card, between a prompt and its second token; binding them anew does
+// not.
+struct StepSpace {
+  StepSpace(CUstream stream, size_t logits_bytes) : stream(stream), logits(logits_bytes) {}
+
+  // Memory and tables for a Program. Graphs wait to be bound to it.
+  void serve(std::shared_ptr<const DecodeProgram> next_program) {
+    if (next_program == program) {
+      return;
+    }
+    program = std::move(next_program);
+    forget();
+    if (!arena || arena->bytes() < program->program.arena_bytes()) {
+      arena.emplace(program->program.arena_bytes());
+    }
+    tables.clear();
+    for (const auto& table : program->tables) {
+      DeviceMemory& a = tables.emplace_back(table.data.size());
+      // From pageable memory: the call returns when the source has been read.
+      check_cuda(cuMemcpyHtoDAsync(a.address(), table.data.data(), table.data.size(), stream),
+                 "a table");
+    }
+  }
+
+  void forget() {
+    for (Bound& b : graphs) {
+      b.key.clear();
+    }
+  }
+
+  CUstream stream;  // of the last step
+  DeviceMemory token{4}, position{4}, next{4}, logits;
+  std::optional<DeviceMemory> arena;
+  std::shared_ptr<const DecodeProgram> program;
+  std::deque<DeviceMemory> tables;
+  struct Bound {
+    std::vector<CUdeviceptr> key;  // the caches' addresses; none: bound to caches that are gone
+    std::shared_ptr<CudaGraph> graph;
+  };
+  std::list<Bound> graphs;  // the one used last comes first
+};
+
+}  // namespace
+
+// The spaces of a model's sequences that have ended. From any thread.
+class StepPool {
+ public:
+  // Null: none was last used on this stream, where its steps come before whatever follows.
+  std::unique_ptr<StepSpace> take(CUstream stream) {
+    std::lock_guard lock(mutex_);
+    for (auto it = spaces_.begin(); it != spaces_.end(); ++it) {
+      if ((*it)->stream == stream) {
+        std::unique_ptr<StepSpace> space = std::move(*it);
+        spaces_.erase(it);
+        return space;
+      }
+    }
+    return nullptr;
+  }
+
+  // Its steps have run.
+  void put(std::unique_ptr<StepSpace> space) {
+    space->forget();
+    std::unique_ptr<StepSpace> oldest;  // freed after the lock
+    std::lock_guard lock(mutex_);
+    spaces_.push_front(std::move(space));
+    if (spaces_.size() > kMost) {
+      oldest = std::move(spaces_.back());
+      spaces_.pop_back();
+    }
+  }
+
+  static std::shared_ptr<StepPool> of(const DecodePlan& plan) {
+    static std::mutex mutex;
+    std::lock_guard lock(mutex);
+    if (!plan.steps) {
+      plan.steps = std::make_shared<StepPool>();
+    }
+    return plan.steps;
+  }
+
+ private:
+  static constexpr size_t kMost = 2;
+  std::mutex mutex_;
+  std::list<std::unique_ptr<StepSpace>> spaces_;
+};
+
+namespace {
+
 class CudaDecode : public PlannedDecode {
  public:
-  explicit CudaDecode(const DecodePlan& plan) : PlannedDecode(plan, "NVIDIA") {}
+  explicit CudaDecode(const DecodePlan& plan)
+      : PlannedDecode(plan, "NVIDIA"), pool_(StepPool::of(plan)), spare_(plan.layers.size()) {}
+
+  ~CudaDecode() override {
+    if (space_) {
+      pool_->put(std::move(space_));
+    }
+  }
 
   void step(std::vector<CachePair>& layers, int position, const mx::array& token,
             std::vector<mx::array>& out, mx::Stream s, int64_t& copied, int64_t& grown,
@@ -74,13 +179,16 @@ class CudaDecode : public PlannedDecode {
     std::vector<mx::array> next_conv = spare(layers);
     CudaGraph& graph = graph_for(layers, next_conv);
 
-    check_cuda(cuMemsetD32Async(position_->address(), static_cast<unsigned>(position), 1, stream),
-               "position");
-    check_cuda(cuMemcpyAsync(token_->address(), address(token), 4, stream), "token");
+    StepSpace& space = *space_;
+    space.stream = stream;
+    check_cuda(
+        cuMemsetD32Async(space.position.address(), static_cast<unsigned>(position), 1, stream),
+        "position");
+    check_cuda(cuMemcpyAsync(space.token.address(), address(token), 4, stream), "token");
     graph.launch(stream);
-    check_cuda(cuMemcpyAsync(address(out[0]), next_->address(), 4, stream), "next token");
+    check_cuda(cuMemcpyAsync(address(out[0]), space.next.address(), 4, stream), "next token");
     if (out.size() > 1) {
-      check_cuda(cuMemcpyAsync(address(out[1]), logits_->address(), out[1].nbytes(), stream),
+      check_cuda(cuMemcpyAsync(address(out[1]), space.logits.address(), out[1].nbytes(), stream),
                  "logits");
     }
     for (size_t i = 0, c = 0; i < layers.size(); ++i) {
@@ -199,22 +307,13 @@ class CudaDecode : public PlannedDecode {
     options_ = set_options();
     last_bindings_.reset();
     program_ = programs_of(plan_)->at(capacities_, options_);
-    retire();
-    arena_.emplace(program_->program.arena_bytes());
-    if (!token_) {
-      token_.emplace(4);
-      position_.emplace(4);
-      next_.emplace(4);
-      logits_.emplace(4 * size_t(plan_.head.rows()));
-      spare_.resize(layers.size());
+    if (!space_) {
+      space_ = pool_->take(stream);
     }
-    tables_.clear();
-    for (const auto& table : program_->tables) {
-      DeviceMemory& a = tables_.emplace_back(table.data.size());
-      // From pageable memory: the call returns when the source has been read.
-      check_cuda(cuMemcpyHtoDAsync(a.address(), table.data.data(), table.data.size(), stream),
-                 "a table");
+    if (!space_) {
+      space_ = std::make_unique<StepSpace>(stream, 4 * size_t(plan_.head.rows()));
     }
+    space_->serve(program_);
   }
 
   // Buffers for the conv states that this step writes.
@@ -243,12 +342,12 @@ class CudaDecode : public PlannedDecode {
     for (const mx::array& a : next_conv) {
       key.push_back(address(a));
     }
-    auto it = graphs_.find(key);
-    if (it != graphs_.end()) {
-      return *it->second;
-    }
-    if (graphs_.size() >= kGraphs) {
-      retire();
+    auto& graphs = space_->graphs;
+    auto it =
+        std::find_if(graphs.begin(), graphs.end(), [&](const auto& b) { return b.key == key; });
+    if (it != graphs.end()) {
+      graphs.splice(graphs.begin(), graphs, it);
+      return *it->graph;
     }
     last_bindings_.emplace(program_->program);
     Bindings& bindings = *last_bindings_;
@@ -257,8 +356,8 @@ class CudaDecode : public PlannedDecode {
     for (size_t i = 0; i < arrays.size(); ++i) {
       bind(program_->weights[i], *arrays[i]);
     }
-    for (size_t i = 0; i < tables_.size(); ++i) {
-      bindings.bind(program_->tables[i].slot, tables_[i].buffer());
+    for (size_t i = 0; i < space_->tables.size(); ++i) {
+      bindings.bind(program_->tables[i].slot, space_->tables[i].buffer());
     }
     for (size_t i = 0, c = 0; i < layers.size(); ++i) {
       bind(program_->caches[i].first, *layers[i].first);
@@ -267,28 +366,32 @@ class CudaDecode : public PlannedDecode {
         bind(program_->caches[i].first_next, next_conv[c++]);
       }
     }
-    bindings.bind(program_->token, token_->buffer());
-    bindings.bind(program_->position, position_->buffer());
-    bindings.bind(program_->next, next_->buffer());
-    bindings.bind(program_->logits, logits_->buffer());
-    bindings.bind_arena(arena_->buffer());
-    return *graphs_.emplace(key, std::make_shared<CudaGraph>(program_->program, bindings))
-                .first->second;
-  }
-
-  void retire() {
-    for (auto& [key, graph] : graphs_) {
-      retired_.push_back(std::move(graph));
+    bindings.bind(program_->token, space_->token.buffer());
+    bindings.bind(program_->position, space_->position.buffer());
+    bindings.bind(program_->next, space_->next.buffer());
+    bindings.bind(program_->logits, space_->logits.buffer());
+    bindings.bind_arena(space_->arena->buffer());
+    // The graph used longest ago is bound anew, if its caches are gone or there are enough.
+    std::shared_ptr<CudaGraph> graph;
+    if (!graphs.empty() && (graphs.back().key.empty() || graphs.size() >= kGraphs)) {
+      graph = std::move(graphs.back().graph);
+      graphs.pop_back();
+      if (!graph->rebind(program_->program, bindings)) {
+        retired_.push_back(std::move(graph));
+      }
     }
-    graphs_.clear();
+    if (!graph) {
+      graph = std::make_shared<CudaGraph>(program_->program, bindings);
+    }
+    graphs.push_front({std::move(key), std::move(graph)});
+    return *graphs.front().graph;
   }
 
   std::optional<Bindings> last_bindings_;  // after program_, which it points to
   DecodeOptions options_;                  // that program_ was built with
-  std::optional<DeviceMemory> arena_, token_, position_, next_, logits_;
-  std::deque<DeviceMemory> tables_;
+  std::shared_ptr<StepPool> pool_;
+  std::unique_ptr<StepSpace> space_;
   std::vector<std::optional<mx::array>> spare_;  // by layer
-  std::map<std::vector<CUdeviceptr>, std::shared_ptr<CudaGraph>> graphs_;
   std::vector<std::shared_ptr<CudaGraph>> retired_;
 };
 

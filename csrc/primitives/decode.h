@@ -39,6 +39,7 @@ struct DecodeLayer {
 
 struct HostPlan;
 class DecodePrograms;
+class StepPool;
 
 // The model's weights, evaluated and checked once; immutable afterwards.
 struct DecodePlan {
@@ -50,6 +51,7 @@ struct DecodePlan {
   float eps;
   mutable std::shared_ptr<DecodePrograms> programs;  // see programs_of
   mutable std::shared_ptr<HostPlan> host;            // these with weights bound, on the Metal host
+  mutable std::shared_ptr<StepPool> steps;           // what ended sequences leave, on NVIDIA
 
   // Evaluates every array and throws on the first that does not fit.
   void prepare();

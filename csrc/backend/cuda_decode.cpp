@@ -8,8 +8,8 @@
 #include <stdexcept>
 
 #include "backend/cuda.h"
+#include "backend/cuda_memory.h"
 #include "backend/planned_decode.h"
-#include "mlx/allocator.h"
 #include "programs/decode_program.h"
 
 namespace lily {
@@ -176,7 +176,7 @@ class CudaDecode : public PlannedDecode {
     if (!program_ || capacities_ != capacities(layers) || options_ != set_options()) {
       build(layers, stream);
     }
-    std::vector<mx::array> next_conv = spare(layers);
+    std::vector<mx::array> next_conv = spare(layers, replaced);
     CudaGraph& graph = graph_for(layers, next_conv);
 
     StepSpace& space = *space_;
@@ -249,13 +249,13 @@ class CudaDecode : public PlannedDecode {
   void prepare(std::vector<CachePair>& layers, int position, CUstream stream,
                std::vector<mx::array>& replaced, int64_t& copied, int64_t& grown) {
     auto zeros = [&](mx::Shape shape, mx::Dtype dtype) {
-      mx::array a = fresh(std::move(shape), dtype);
+      mx::array a = device_array(std::move(shape), dtype);
       check_cuda(cuMemsetD8Async(address(a), 0, a.nbytes(), stream), "clearing a cache");
       return a;
     };
     auto own = [&](mx::array& a) {
       if (!a.is_donatable()) {
-        mx::array copy = fresh(a.shape(), a.dtype());
+        mx::array copy = device_array(a.shape(), a.dtype());
         check_cuda(cuMemcpyAsync(address(copy), address(a), a.nbytes(), stream),
                    "copying a shared cache");
         copied += static_cast<int64_t>(a.nbytes());
@@ -317,14 +317,18 @@ class CudaDecode : public PlannedDecode {
   }
 
   // Buffers for the conv states that this step writes.
-  std::vector<mx::array> spare(const std::vector<CachePair>& layers) {
+  std::vector<mx::array> spare(const std::vector<CachePair>& layers,
+                               std::vector<mx::array>& replaced) {
     std::vector<mx::array> next;
     for (size_t i = 0; i < layers.size(); ++i) {
       if (!plan_.layers[i].delta) {
         continue;
       }
       if (!spare_[i] || !spare_[i]->is_donatable()) {
-        spare_[i] = fresh(layers[i].first->shape(), layers[i].first->dtype());
+        if (spare_[i]) {
+          replaced.push_back(*spare_[i]);
+        }
+        spare_[i] = device_array(layers[i].first->shape(), layers[i].first->dtype());
       }
       next.push_back(*spare_[i]);
       spare_[i].reset();

@@ -130,13 +130,17 @@ void allocate_on_device(mx::array& out) {
       [](mx::allocator::Buffer b) { pool().give(static_cast<CudaBuffer*>(b.ptr())); }));
 }
 
-mx::array device_bytes(size_t bytes) {
-  // Not one-dimensional in bytes: a shape's entries are 32 bits wide.
-  const int rows = static_cast<int>(std::max<size_t>((bytes + 255) / 256, 1));
-  mx::array a({rows, 256}, mx::uint8, nullptr, {});
+mx::array device_array(mx::Shape shape, mx::Dtype dtype) {
+  mx::array a(std::move(shape), dtype, nullptr, {});
   allocate_on_device(a);
   a.set_status(mx::array::Status::available);
   return a;
+}
+
+mx::array device_bytes(size_t bytes) {
+  // Not one-dimensional in bytes: a shape's entries are 32 bits wide.
+  const int rows = static_cast<int>(std::max<size_t>((bytes + 255) / 256, 1));
+  return device_array({rows, 256}, mx::uint8);
 }
 
 }  // namespace lily

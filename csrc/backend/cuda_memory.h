@@ -12,7 +12,8 @@ namespace lily {
 // holds it.
 void allocate_on_device(mlx::core::array& out);
 
-// An array of device memory, its contents undefined.
+// Arrays of device memory, their contents undefined.
+mlx::core::array device_array(mlx::core::Shape shape, mlx::core::Dtype dtype);
 mlx::core::array device_bytes(size_t bytes);
 
 }  // namespace lily

@@ -254,7 +254,7 @@ class CudaDecode : public PlannedDecode {
       return a;
     };
     auto own = [&](mx::array& a) {
-      if (!a.is_donatable()) {
+      if (!held_alone(a)) {
         mx::array copy = device_array(a.shape(), a.dtype());
         check_cuda(cuMemcpyAsync(address(copy), address(a), a.nbytes(), stream),
                    "copying a shared cache");
@@ -324,7 +324,7 @@ class CudaDecode : public PlannedDecode {
       if (!plan_.layers[i].delta) {
         continue;
       }
-      if (!spare_[i] || !spare_[i]->is_donatable()) {
+      if (!spare_[i] || !held_alone(*spare_[i])) {
         if (spare_[i]) {
           replaced.push_back(*spare_[i]);
         }

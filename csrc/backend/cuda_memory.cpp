@@ -5,6 +5,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "backend/cuda.h"
 #include "mlx/backend/cuda/allocator.h"
@@ -26,6 +27,30 @@ constexpr int kDevice = 0;
 class Pool {
  public:
   CudaBuffer* take(size_t bytes) {
+    CudaBuffer* buffer = find(bytes);
+    std::lock_guard<std::mutex> lock(mutex_);
+    taken_.insert(buffer);
+    return buffer;
+  }
+
+  bool has_given_out(const void* buffer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return taken_.count(buffer) != 0;
+  }
+
+  // From any thread, also while the process ends: errors have nobody to go to.
+  void give(CudaBuffer* buffer) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      taken_.erase(buffer);
+    }
+    keep(buffer);
+  }
+
+ private:
+  using Order = std::list<CudaBuffer*>;
+
+  CudaBuffer* find(size_t bytes) {
     const size_t size = std::max<size_t>((bytes + kPage - 1) / kPage, 1) * kPage;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -51,8 +76,7 @@ class Pool {
     return new CudaBuffer{reinterpret_cast<void*>(address), size, kDevice};
   }
 
-  // From any thread, also while the process ends: errors have nobody to go to.
-  void give(CudaBuffer* buffer) {
+  void keep(CudaBuffer* buffer) {
     if (buffer->device != kDevice) {  // MLX has moved it to managed memory
       cuMemFree(reinterpret_cast<CUdeviceptr>(buffer->data));
       delete buffer;
@@ -66,9 +90,6 @@ class Pool {
     }
     shrink(most());
   }
-
- private:
-  using Order = std::list<CudaBuffer*>;
 
   CUresult allocate(CUdeviceptr& address, size_t size) {
     const CUstream stream = stream_of_pool();
@@ -114,6 +135,7 @@ class Pool {
   std::mutex mutex_;
   Order order_;
   std::unordered_multimap<size_t, Order::iterator> free_;
+  std::unordered_set<const void*> taken_;
   size_t free_bytes_ = 0;
 };
 
@@ -128,6 +150,11 @@ void allocate_on_device(mx::array& out) {
   out.set_data(mx::allocator::Data(
       mx::allocator::Buffer(pool().take(out.nbytes())),
       [](mx::allocator::Buffer b) { pool().give(static_cast<CudaBuffer*>(b.ptr())); }));
+}
+
+bool held_alone(const mx::array& a) {
+  const auto& data = a.data_shared_ptr();
+  return data.use_count() == 1 && (data->is_owned() || pool().has_given_out(data->buffer().ptr()));
 }
 
 mx::array device_array(mx::Shape shape, mx::Dtype dtype) {

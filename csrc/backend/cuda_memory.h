@@ -12,6 +12,11 @@ namespace lily {
 // holds it.
 void allocate_on_device(mlx::core::array& out);
 
+// Whether an array's memory may be written in place: nobody else holds it, and it is MLX's or from
+// here. The caller holds the array object alone. (MLX's own question, is_donatable, is answered no
+// for memory that is not its allocator's.)
+bool held_alone(const mlx::core::array& a);
+
 // Arrays of device memory, their contents undefined.
 mlx::core::array device_array(mlx::core::Shape shape, mlx::core::Dtype dtype);
 mlx::core::array device_bytes(size_t bytes);

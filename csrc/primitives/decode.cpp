@@ -451,6 +451,11 @@ void DecodeState::put(int layer, std::optional<mx::array> first, std::optional<m
         *a = mx::contiguous(**a);
         mx::eval(**a);
       }
+      // An array object of our own: whoever else holds the memory is counted by the memory then.
+      mx::array own((*a)->shape(), (*a)->dtype(), nullptr, {});
+      own.copy_shared_buffer(**a);
+      own.set_status(mx::array::Status::available);
+      *a = std::move(own);
     }
   }
   std::lock_guard<std::mutex> lock(mutex_);

@@ -9,7 +9,7 @@ import pytest
 
 import lily_mlx
 from benchmarks import gpu, gpu_checks, ledger
-from lily_mlx import _ext
+from lily_mlx import _ext, decode
 
 from . import executors, kernels
 
@@ -62,3 +62,71 @@ def test_the_bundled_model():
     assert found["largest_difference"] < 0.05 and found["same_top_1"] > 0.9, found
     model, _ = lily_mlx.load(str(lily_mlx.BUNDLED_MODEL))
     assert gpu_checks.repeated(model)["equal"]
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return lily_mlx.load(str(lily_mlx.BUNDLED_MODEL))[0]
+
+
+def ids_of(model, count):
+    return mx.random.randint(
+        0, model.language_model.args.vocab_size, (count,), key=mx.random.key(count)
+    )
+
+
+def greedy(model, length, count=20):
+    """What a prompt of `length` goes on with, a token at a time: (token, log probabilities)."""
+    for token, logprobs in decode.generate_step(ids_of(model, length), model, max_tokens=count):
+        mx.eval(logprobs)
+        yield token, logprobs
+
+
+def same(one, other):
+    return all(a[0] == b[0] and mx.array_equal(a[1], b[1]) for a, b in zip(one, other, strict=True))
+
+
+def test_a_sequence_takes_over_what_another_left(bundled):
+    """Graphs bound to new caches, of other lengths and of prompts that fill their last block."""
+    lengths = (300, 512, 40, 511, 1100, 300)
+    first = {n: list(greedy(bundled, n)) for n in lengths}
+    for n in (40, 1100, 512, 300, 511):
+        assert same(greedy(bundled, n), first[n]), n
+
+
+def test_sequences_side_by_side(bundled):
+    alone = [list(greedy(bundled, n)) for n in (300, 512, 40)]
+    together = list(zip(*(greedy(bundled, n) for n in (300, 512, 40)), strict=True))
+    for one, other in zip(alone, zip(*together, strict=True), strict=True):
+        assert same(one, other)
+
+
+def test_nothing_is_copied_after_a_prompt(bundled):
+    caches = bundled.make_cache()
+    bundled(ids_of(bundled, 100)[None], cache=caches)
+    mx.eval([c.state for c in caches])
+    mx.synchronize()
+    token = mx.array([[3]])
+    for _ in range(20):
+        token, _ = decode.step(bundled.language_model, token, caches)
+        mx.eval(token)
+    assert caches[0]._loan[0].copied_bytes == 0
+
+
+@pytest.mark.parametrize("by_layers", [True, False])
+def test_what_somebody_holds_is_not_written(bundled, by_layers):
+    caches = bundled.make_cache()
+    ids = ids_of(bundled, 40)
+    for part in [ids[None]] if by_layers else [i.reshape(1, 1) for i in ids]:
+        bundled(part, cache=caches)
+    held = [caches[0][1], caches[0][0], caches[2].state[0][1]]
+    held += [caches[3].keys[..., :40, :], mx.contiguous(caches[3].values)[..., :40, :]]
+    before = [a.astype(mx.float32) + 0 for a in held]
+    mx.eval(held, before)
+    token = mx.array([[3]])
+    for _ in range(10):
+        token, _ = decode.step(bundled.language_model, token, caches)
+        mx.eval(token)
+    for i, (array, value) in enumerate(zip(held, before, strict=True)):
+        assert mx.array_equal(array.astype(mx.float32), value), i
+    assert caches[0]._loan[0].copied_bytes > 0

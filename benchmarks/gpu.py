@@ -10,8 +10,8 @@ greedy. The parts, in this order, each printed as it goes and kept in the result
   layers   milliseconds of each layer of a prefill chunk, and of its parts
   decode   tokens a second from caches filled with random values
   prefill  tokens a second of a prompt, in chunks of 2048, until its first token is there
-  raised   stock again, alone in a process with MLX_MAX_OPS_PER_BUFFER=1000 and
-           MLX_MAX_MB_PER_BUFFER=4000; ratios are to the better of its two rates
+  raised   the same, in a process with MLX_MAX_OPS_PER_BUFFER=1000 and MLX_MAX_MB_PER_BUFFER=4000.
+           A ratio is always of two engines that alternate in one process; of the two, the lesser
 """
 
 from __future__ import annotations
@@ -427,7 +427,7 @@ class Run:
         self.save()
 
     def raised(self) -> None:
-        """Stock alone in a process of its own, since MLX reads these limits when it starts."""
+        """The engines in a process of their own, since MLX reads these limits when it starts."""
         a = self.arguments
         left = self.clock.left() - 5
         if left < RAISED_SECONDS:
@@ -436,22 +436,21 @@ class Run:
                 self.leave_out("decode", "stock_raised", context, why)
             return
         settings = " ".join(f"{k}={v}" for k, v in gpu_report.RAISED.items())
-        say(f"\nstock alone, with {settings}")
+        say(f"\nwith {settings}")
         mx.clear_cache()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "stock.json"
             words = [
-                "--engine", "stock", "--only", "decode", "prefill",
+                "--engine", a.engine, "--only", "decode", "prefill",
                 "--contexts", *map(str, a.raised),
                 "--lengths", *map(str, [n for n in a.raised if n <= a.stock_up_to] or a.raised[:1]),
-                "--stock-up-to", str(a.stock_up_to), "--stock-tokens", str(a.stock_tokens),
+                "--stock-up-to", str(a.stock_up_to),
+                "--tokens", str(a.tokens), "--stock-tokens", str(a.stock_tokens),
                 "--rounds", str(a.rounds), "--seconds", str(left), "--output", str(path),
             ]  # fmt: skip
             done = run_again(words, gpu_report.RAISED)
             if not path.exists():
-                raise RuntimeError(
-                    f"stock alone, with {settings}, ended with {done} and no result."
-                )
+                raise RuntimeError(f"the run with {settings} ended with {done} and no result.")
             gpu_report.add_raised(self.report, json.loads(path.read_text()))
         self.save()
 
@@ -487,7 +486,7 @@ def make_parser() -> argparse.ArgumentParser:
     numbers(parser, "--contexts", CONTEXTS, "decode: tokens in the caches")
     numbers(parser, "--lengths", CONTEXTS, "prefill: tokens of the prompt")
     numbers(parser, "--kernels-at", (256, 131072), "contexts whose kernels are timed one by one")
-    numbers(parser, "--raised", (256, 4096, 32768), "contexts of stock with its limits raised")
+    numbers(parser, "--raised", (256, 4096, 32768), "contexts measured with raised limits too")
     parser.add_argument("--stock-up-to", type=int, default=4096, metavar="N",
                         help="longest prompt of stock's prefill (%(default)s)")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=64, help="lily decodes (%(default)s)")

@@ -1,10 +1,10 @@
 """The result of `python -m benchmarks gpu`: how its parts are joined, judged and printed.
 
 A result holds, beside the heading of every result file: `decode` and `prefill`, rows of one context
-each (lily, stock, stock_raised in tokens a second, ratio, repeatable, samples); `left_out`, the
-cells that were not measured and why; `kernels_N` and `step_N`, the kernels of a decode step at N
-tokens and that step's time; `copy_tb_s`; and the checks: `bundled_greedy`, `bundled_forced`,
-`teacher_forced`, `forced_from_caches`, `prompt`, `repeated`.
+each (lily, stock, lily_raised, stock_raised in tokens a second, ratio, repeatable, samples);
+`left_out`, the cells that were not measured and why; `kernels_N` and `step_N`, the kernels of a
+decode step at N tokens and that step's time; `copy_tb_s`; and the checks: `bundled_greedy`,
+`bundled_forced`, `teacher_forced`, `forced_from_caches`, `prompt`, `repeated`.
 """
 
 from __future__ import annotations
@@ -23,38 +23,47 @@ PREFILL_RATIO, PREFILL_RATES = {512: 20.0}, {4096: 8000.0}
 HEAD_SHARE = 0.7
 
 
+WAYS = ("", "_raised")
+"""Of MLX's limits: as they come, and raised. Each is a process of its own."""
+
+
 def stock_rate(row: dict[str, Any]) -> float | None:
     """Stock's better rate: as it comes, or with its limits raised."""
-    return max((row[k] for k in ("stock", "stock_raised") if row.get(k)), default=None)
+    return max((row[f"stock{way}"] for way in WAYS if row.get(f"stock{way}")), default=None)
 
 
 def completed(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with lily's ratio to the better stock; None where one of them was not measured."""
-    stock, lily = stock_rate(row), row.get("lily")
-    return {**row, "ratio": lily / stock if lily and stock else None}
+    """The row with lily's lesser ratio to stock in one process; None where none has both."""
+    ratios = [
+        row[f"lily{way}"] / row[f"stock{way}"]
+        for way in WAYS
+        if row.get(f"lily{way}") and row.get(f"stock{way}")
+    ]
+    return {**row, "ratio": min(ratios, default=None)}
 
 
 def put_row(report: dict[str, Any], part: str, row: dict[str, Any]) -> None:
     """Add a row in its place.
 
-    Of one of the same context only stock's raised rate stays, since lily and stock are compared
-    within one process; a row that brings nothing but that rate adds it.
+    Of one of the same context only the raised rates stay, since lily and stock are compared within
+    one process; a row that brings nothing but those adds them.
     """
     key = ROWS[part]
     rows = {r[key]: r for r in report.get(part, [])}
     old = rows.get(row[key], {})
     if "lily" in row or "stock" in row:
-        old = {k: v for k, v in old.items() if k == "stock_raised"}
+        old = {k: v for k, v in old.items() if k.endswith("_raised")}
     rows[row[key]] = completed({**old, **row})
     report[part] = [rows[k] for k in sorted(rows)]
 
 
 def add_raised(report: dict[str, Any], child: dict[str, Any]) -> None:
-    """Enter the rates of a run of stock alone under `RAISED` beside those of this run."""
+    """Enter the rates of a run under `RAISED` beside those of this run."""
     for part, key in ROWS.items():
         for row in child.get(part, []):
-            if row.get("stock"):
-                put_row(report, part, {key: row[key], "stock_raised": row["stock"]})
+            rates = {f"{name}_raised": row[name] for name in ("lily", "stock") if row.get(name)}
+            if rates:
+                put_row(report, part, {key: row[key], **rates})
     report["raised"] = {"environment": RAISED} | {p: child[p] for p in ROWS if p in child}
 
 
@@ -178,7 +187,7 @@ def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
 def rows_text(part: str, row: dict[str, Any]) -> str:
     """A row of decode or prefill as a line."""
     cells = [f"{row[ROWS[part]]:>8,}"]
-    for name in ("lily", "stock", "stock_raised"):
+    for name in ("lily", "stock", "lily_raised", "stock_raised"):
         cells.append(f"{number(row.get(name)):>12}")
     cells.append(f"{number(row.get('ratio')):>8}")
     repeatable = row.get("repeatable")
@@ -190,6 +199,7 @@ def rows_heading(part: str) -> str:
     names = [
         f"{'lily tok/s':>12}",
         f"{'stock tok/s':>12}",
+        f"{'lily raised':>12}",
         f"{'stock raised':>12}",
         f"{'ratio':>8}",
     ]

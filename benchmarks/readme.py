@@ -112,7 +112,7 @@ def _gpu_rates(result: dict[str, Any]) -> str:
     """Decode and prefill by length; a column that no row fills is left away."""
     columns = []
     for part in gpu_report.ROWS:
-        for name in ("lily", "stock", "stock_raised", "ratio"):
+        for name in ("lily", "stock", "lily_raised", "stock_raised", "ratio"):
             if any(row.get(name) for row in result.get(part, [])):
                 columns.append((part, name))
     by_length: dict[int, dict[str, dict[str, Any]]] = {}
@@ -139,7 +139,7 @@ def _gpu_words(result: dict[str, Any]) -> str:
         words.append("Prefill: chunks of 2,048, until the first token.")
     if any(r.get("stock_raised") for part in gpu_report.ROWS for r in result.get(part, [])):
         setting = " ".join(f"{k}={v}" for k, v in gpu_report.RAISED.items())
-        words.append(f"Raised: stock with `{setting}`; ratios are to the better of its rates.")
+        words.append(f"Raised: with `{setting}`. Ratios are of rates in one process, the lesser.")
     cells: dict[tuple[str, str, str], list[int]] = {}
     for x in result.get("left_out", []):
         cells.setdefault((x["part"], x["engine"], x["why"]), []).append(x["context"])

@@ -29,21 +29,29 @@ def report(**parts):
     return out
 
 
-def test_the_ratio_is_to_the_better_stock():
+def test_the_ratio_is_the_lesser_of_two_processes():
     out = report(decode=[row()])
     assert out["decode"][0]["ratio"] == 15
-    gpu_report.add_raised(out, {"decode": [{"context": 256, "stock": 50.0}]})
-    assert out["decode"][0]["ratio"] == 12
-    gpu_report.add_raised(out, {"decode": [{"context": 256, "stock": 30.0}]})
+    gpu_report.add_raised(out, {"decode": [{"context": 256, "lily": 550.0, "stock": 50.0}]})
+    assert out["decode"][0]["ratio"] == 11
+    assert out["decode"][0]["lily"] == 600 and out["decode"][0]["lily_raised"] == 550
+    gpu_report.add_raised(out, {"decode": [{"context": 256, "lily": 590.0, "stock": 30.0}]})
     assert out["decode"][0]["ratio"] == 15
+
+
+def test_rates_of_different_processes_make_no_ratio():
+    out = report(decode=[row(stock=None)])
+    gpu_report.add_raised(out, {"decode": [{"context": 256, "stock": 30.0}]})
+    assert out["decode"][0]["ratio"] is None and out["decode"][0]["stock_raised"] == 30
     assert out["raised"]["environment"] == gpu_report.RAISED
 
 
-def test_a_row_measured_again_keeps_nothing_of_the_old_run_but_the_raised_rate():
-    out = report(decode=[row(), {"context": 256, "stock_raised": 45.0}])
+def test_a_row_measured_again_keeps_nothing_of_the_old_run_but_the_raised_rates():
+    raised = {"lily_raised": 450.0, "stock_raised": 45.0}
+    out = report(decode=[row(), {"context": 256, **raised}])
     gpu_report.put_row(out, "decode", row(lily=500.0, stock=None))
     assert "stock" not in out["decode"][0]
-    assert out["decode"][0]["ratio"] == 500 / 45
+    assert out["decode"][0]["ratio"] == 10
 
 
 def test_rows_stay_in_order_and_apart():
@@ -55,7 +63,7 @@ def test_parts_measured_apart_are_joined():
     cell = {"part": "decode", "engine": "lily", "context": 512, "why": "no time"}
     first = report(decode=[row()]) | {"left_out": [cell], "kernels_256": []}
     second = report(decode=[row(context=512)], prefill=[row("prefill")])
-    third = report(decode=[{"context": 256, "stock_raised": 60.0}])
+    third = report(decode=[{"context": 256, "lily_raised": 600.0, "stock_raised": 60.0}])
     out = gpu_report.merged([first, second, third])
     assert [r["context"] for r in out["decode"]] == [256, 512]
     assert out["decode"][0]["ratio"] == 10 and out["prefill"][0]["tokens"] == 256
@@ -133,7 +141,7 @@ def whole_result():
             row("prefill", n, 9000.0 - n / 100, 300.0 if n <= 4096 else None) for n in gpu.CONTEXTS
         ],
     )
-    gpu_report.add_raised(out, {"decode": [{"context": 256, "stock": 45.0}]})
+    gpu_report.add_raised(out, {"decode": [{"context": 256, "lily": 598.5, "stock": 45.0}]})
     why = "above --stock-up-to 4,096"
     out["left_out"] = [
         {"part": "prefill", "engine": "stock", "context": n, "why": why} for n in (8192, 16384)
@@ -151,8 +159,9 @@ def test_readme_shows_the_result_of_a_gpu(tmp_path):
     result = whole_result()
     (tmp_path / "gpu-35b-h.json").write_text(json.dumps(result))
     block = readme.figures(tmp_path)
-    assert "| tokens | decode lily | decode stock | decode stock, raised | decode ratio |" in block
-    assert "| 256 | 600 | 40.0 | 45.0 | **13.3x** | 8,997 | 300 | **30.0x** |" in block
+    head = "| tokens | decode lily | decode stock | decode lily, raised | decode stock, raised |"
+    assert head in block
+    assert "| 256 | 600 | 40.0 | 598 | 45.0 | **13.3x** | 8,997 | 300 | **30.0x** |" in block
     assert "Left out: prefill of stock at 8,192, 16,384 (above --stock-up-to 4,096)." in block
     assert "Repeated runs are equal to the bit." in block and "4.0e-03 token by token" in block
     assert "Farthest above their floors in a step: experts up" in block
@@ -286,7 +295,7 @@ def test_what_does_not_fit_the_time_is_left_out_and_named(models, tmp_path, monk
     assert ("decode", "stock_raised", 32768) in cells
 
 
-def test_stock_alone_with_its_limits_raised(models, tmp_path, monkeypatch):
+def test_both_engines_with_mlx_s_limits_raised(models, tmp_path, monkeypatch):
     seen = {}
 
     def again(words, environment):
@@ -298,11 +307,13 @@ def test_stock_alone_with_its_limits_raised(models, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "run_again", again)
     words = ["--only", "decode", "raised", "--raised", "4", "9", "--stock-up-to", "4"]
     out = measured(tmp_path, *words)
-    assert seen["environment"] == gpu_report.RAISED and seen["given"].engine == "stock"
+    assert seen["environment"] == gpu_report.RAISED and seen["given"].engine == "both"
     assert seen["given"].contexts == [4, 9] and seen["given"].lengths == [4]
     for r in out["decode"]:
-        assert r["ratio"] == r["lily"] / max(r["stock"], r["stock_raised"])
-    assert out["prefill"][0]["stock_raised"] > 0 and out["prefill"][0]["ratio"] is None
+        ratios = (r["lily"] / r["stock"], r["lily_raised"] / r["stock_raised"])
+        assert r["ratio"] == min(ratios)
+    prefill = out["prefill"][0]
+    assert prefill["ratio"] == prefill["lily_raised"] / prefill["stock_raised"]
     assert out["raised"]["decode"][0]["samples"]["stock"]
 
 

@@ -486,7 +486,7 @@ def make_parser() -> argparse.ArgumentParser:
     numbers(parser, "--contexts", CONTEXTS, "decode: tokens in the caches")
     numbers(parser, "--lengths", CONTEXTS, "prefill: tokens of the prompt")
     numbers(parser, "--kernels-at", (256, 131072), "contexts whose kernels are timed one by one")
-    numbers(parser, "--raised", (256, 4096, 32768), "contexts measured with raised limits too")
+    numbers(parser, "--raised", CONTEXTS, "contexts measured with raised limits too")
     parser.add_argument("--stock-up-to", type=int, default=4096, metavar="N",
                         help="longest prompt of stock's prefill (%(default)s)")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=64, help="lily decodes (%(default)s)")

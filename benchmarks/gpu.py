@@ -544,8 +544,7 @@ def main(argv: list[str]) -> None:
     if not arguments.output:
         arguments.output = common.RESULTS / f"gpu-35b-{common.device_name()}.json"
     # The command as anyone would give it: where this run's file went is nobody's concern.
-    at = argv.index("--output") if "--output" in argv else len(argv)
-    report = common.heading("gpu", argv[:at] + argv[at + 2 :])
+    report = common.heading("gpu", without_output(argv))
     report["device"] = mx.device_info().get("device_name")
     report["mlx"] = mx.__version__
     report["environment"] = {k: os.environ[k] for k in gpu_report.RAISED if k in os.environ}
@@ -553,6 +552,12 @@ def main(argv: list[str]) -> None:
     if arguments.engine != "stock":
         say("\n" + gpu_report.text(report))
     say(f"\nWrote {arguments.output}.")
+
+
+def without_output(argv: list[str]) -> list[str]:
+    """The arguments but --output, in one word or two."""
+    at = argv.index("--output") if "--output" in argv else len(argv)
+    return [a for a in argv[:at] + argv[at + 2 :] if not a.startswith("--output=")]
 
 
 def measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:

@@ -323,6 +323,13 @@ def test_a_child_that_leaves_nothing_is_an_error(models, tmp_path, monkeypatch):
         measured(tmp_path, "--only", "raised")
 
 
+def test_the_command_on_record_does_not_name_the_result():
+    words = ["--output", "a.json", "--rounds", "3"]
+    assert gpu.without_output(words) == ["--rounds", "3"]
+    assert gpu.without_output(["--rounds", "3", "--output=a.json"]) == ["--rounds", "3"]
+    assert gpu.without_output(["--rounds", "3"]) == ["--rounds", "3"]
+
+
 def test_the_child_gets_its_environment(monkeypatch):
 
     ran = {}

@@ -226,17 +226,6 @@ CudaKernels& cuda_kernels() {
   return *kernels;
 }
 
-void add_node(mlx::core::cu::CommandEncoder& encoder, const Program& program,
-              const Bindings& bindings, const Dispatch& d) {
-  const CUfunction f = cuda_kernels().at(program.pipelines()[d.pipeline]).function;
-  Parameters parameters(bindings, d);
-  allow_shared(f, parameters.shared_bytes(), d.kernel->name);
-  const dim3 grid(bindings.extent(d.grid_size[0]), bindings.extent(d.grid_size[1]),
-                  bindings.extent(d.grid_size[2]));
-  const dim3 group(d.group_size[0], d.group_size[1], d.group_size[2]);
-  encoder.add_kernel_node_raw(f, grid, group, {}, parameters.shared_bytes(), parameters.data());
-}
-
 namespace {
 
 // One dispatch as a node of a graph. Stays valid when moved.
@@ -275,6 +264,15 @@ struct Launch {
 };
 
 }  // namespace
+
+void add_node(mlx::core::cu::CommandEncoder& encoder, const Program& program,
+              const Bindings& bindings, const Dispatch& d) {
+  Launch launch(program, bindings, d);
+  const CUDA_KERNEL_NODE_PARAMS& n = launch.node;
+  encoder.add_kernel_node_raw(n.func, dim3(n.gridDimX, n.gridDimY, n.gridDimZ),
+                              dim3(n.blockDimX, n.blockDimY, n.blockDimZ), {}, n.sharedMemBytes,
+                              n.kernelParams);
+}
 
 struct CudaGraph::Parts {
   ~Parts() {

@@ -487,7 +487,7 @@ def make_parser() -> argparse.ArgumentParser:
     numbers(parser, "--lengths", CONTEXTS, "prefill: tokens of the prompt")
     numbers(parser, "--kernels-at", (256, 131072), "contexts whose kernels are timed one by one")
     numbers(parser, "--raised", CONTEXTS, "contexts measured with raised limits too")
-    parser.add_argument("--stock-up-to", type=int, default=4096, metavar="N",
+    parser.add_argument("--stock-up-to", type=int, default=8192, metavar="N",
                         help="longest prompt of stock's prefill (%(default)s)")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=64, help="lily decodes (%(default)s)")
     parser.add_argument("--stock-tokens", type=int, default=16, help="stock decodes (%(default)s)")

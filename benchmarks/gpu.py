@@ -432,14 +432,15 @@ class Run:
         left = self.clock.left() - 5
         if left < RAISED_SECONDS:
             why = f"needs a process and {RAISED_SECONDS} s or more; {max(left, 0):.0f} s are left"
-            for context in a.raised:
-                self.leave_out("decode", "stock_raised", context, why)
+            for engine in STEPS if a.engine == "both" else (a.engine,):
+                for context in a.raised:
+                    self.leave_out("decode", f"{engine}_raised", context, why)
             return
         settings = " ".join(f"{k}={v}" for k, v in gpu_report.RAISED.items())
         say(f"\nwith {settings}")
         mx.clear_cache()
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "stock.json"
+            path = Path(folder) / "raised.json"
             words = [
                 "--engine", a.engine, "--only", "decode", "prefill",
                 "--contexts", *map(str, a.raised),

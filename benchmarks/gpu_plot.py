@@ -25,13 +25,12 @@ def _panel(axes: Any, result: dict[str, Any], part: str) -> None:
     key = gpu_report.ROWS[part]
     rows = result[part]
     for name in ("stock", "lily"):
-        rate = gpu_report.stock_rate if name == "stock" else (lambda row: row.get("lily"))
-        points = [(row[key], rate(row)) for row in rows if rate(row)]
+        points = [(row[key], row[name]) for row in rows if row.get(name)]
         if points:
             axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[name], label=LABELS[name],
                       markersize=4)  # fmt: skip
     for row in rows:
-        if row.get("ratio"):
+        if row.get("ratio") and row.get("lily"):
             axes.annotate(f"{number(row['ratio'])}x", (row[key], row["lily"]), fontsize=7,
                           xytext=(0, 5), textcoords="offset points", ha="center")  # fmt: skip
     title, what = TITLES[part]
@@ -73,7 +72,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.supxlabel(
         f"random 4-bit weights, {result['weights_gb']:.1f} GB; {result['device']}; "
         f"mlx {result['versions'].get('mlx')}, mlx-lm {result['versions'].get('mlx-lm')}; "
-        "figures: times stock's better rate",
+        "figures: times stock in one process",
         fontsize=7,
         color="#555555",
     )

@@ -25,11 +25,8 @@ HEAD_SHARE = 0.7
 
 WAYS = ("", "_raised")
 """Of MLX's limits: as they come, and raised. Each is a process of its own."""
-
-
-def stock_rate(row: dict[str, Any]) -> float | None:
-    """Stock's better rate: as it comes, or with its limits raised."""
-    return max((row[f"stock{way}"] for way in WAYS if row.get(f"stock{way}")), default=None)
+RATES = tuple(f"{engine}{way}" for way in WAYS for engine in ("lily", "stock"))
+"""The rates of a row, in tokens a second."""
 
 
 def completed(row: dict[str, Any]) -> dict[str, Any]:
@@ -58,12 +55,14 @@ def put_row(report: dict[str, Any], part: str, row: dict[str, Any]) -> None:
 
 
 def add_raised(report: dict[str, Any], child: dict[str, Any]) -> None:
-    """Enter the rates of a run under `RAISED` beside those of this run."""
+    """Enter the rates of a run under `RAISED`, and what it left out, beside those of this run."""
     for part, key in ROWS.items():
         for row in child.get(part, []):
             rates = {f"{name}_raised": row[name] for name in ("lily", "stock") if row.get(name)}
             if rates:
                 put_row(report, part, {key: row[key], **rates})
+    for cell in child.get("left_out", []):
+        report["left_out"].append({**cell, "engine": f"{cell['engine']}_raised"})
     report["raised"] = {"environment": RAISED} | {p: child[p] for p in ROWS if p in child}
 
 
@@ -187,7 +186,7 @@ def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
 def rows_text(part: str, row: dict[str, Any]) -> str:
     """A row of decode or prefill as a line."""
     cells = [f"{row[ROWS[part]]:>8,}"]
-    for name in ("lily", "stock", "lily_raised", "stock_raised"):
+    for name in RATES:
         cells.append(f"{number(row.get(name)):>12}")
     cells.append(f"{number(row.get('ratio')):>8}")
     repeatable = row.get("repeatable")

@@ -112,7 +112,7 @@ def _gpu_rates(result: dict[str, Any]) -> str:
     """Decode and prefill by length; a column that no row fills is left away."""
     columns = []
     for part in gpu_report.ROWS:
-        for name in ("lily", "stock", "lily_raised", "stock_raised", "ratio"):
+        for name in (*gpu_report.RATES, "ratio"):
             if any(row.get(name) for row in result.get(part, [])):
                 columns.append((part, name))
     by_length: dict[int, dict[str, dict[str, Any]]] = {}

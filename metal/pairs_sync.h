@@ -40,6 +40,7 @@ METAL_FUNC uint lower_halves(uint a, uint b) {
 METAL_FUNC uint upper_halves(uint a, uint b) {
   return (a >> 16) | (b & 0xffff0000u);
 }
+
 // Eight values, two a word in their order, as pairs (0, 4), (1, 5), (2, 6), (3, 7): as codes of 4 bits come
 // out of a word, halves at 0 and 16, 4 and 20, ...
 METAL_FUNC uint4 pair_halves(uint4 x) {

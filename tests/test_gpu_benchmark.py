@@ -46,6 +46,13 @@ def test_rates_of_different_processes_make_no_ratio():
     assert out["raised"]["environment"] == gpu_report.RAISED
 
 
+def test_what_the_raised_run_left_out_is_named():
+    out = report(decode=[row()])
+    cell = {"part": "decode", "engine": "stock", "context": 512, "why": "no time"}
+    gpu_report.add_raised(out, {"left_out": [cell]})
+    assert out["left_out"] == [cell | {"engine": "stock_raised"}]
+
+
 def test_a_row_measured_again_keeps_nothing_of_the_old_run_but_the_raised_rates():
     raised = {"lily_raised": 450.0, "stock_raised": 45.0}
     out = report(decode=[row(), {"context": 256, **raised}])
@@ -292,7 +299,7 @@ def test_what_does_not_fit_the_time_is_left_out_and_named(models, tmp_path, monk
     assert out["prefill"][0]["repeatable"] is None
     cells = {(x["part"], x["engine"], x["context"]) for x in out["left_out"]}
     assert {("decode", "lily", 9), ("decode", "stock", 9), ("prefill", "lily", 40)} <= cells
-    assert ("decode", "stock_raised", 32768) in cells
+    assert {("decode", f"{engine}_raised", 32768) for engine in ("lily", "stock")} <= cells
 
 
 def test_both_engines_with_mlx_s_limits_raised(models, tmp_path, monkeypatch):

@@ -27,30 +27,6 @@ constexpr int kDevice = 0;
 class Pool {
  public:
   CudaBuffer* take(size_t bytes) {
-    CudaBuffer* buffer = find(bytes);
-    std::lock_guard<std::mutex> lock(mutex_);
-    taken_.insert(buffer);
-    return buffer;
-  }
-
-  bool has_given_out(const void* buffer) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return taken_.count(buffer) != 0;
-  }
-
-  // From any thread, also while the process ends: errors have nobody to go to.
-  void give(CudaBuffer* buffer) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      taken_.erase(buffer);
-    }
-    keep(buffer);
-  }
-
- private:
-  using Order = std::list<CudaBuffer*>;
-
-  CudaBuffer* find(size_t bytes) {
     const size_t size = std::max<size_t>((bytes + kPage - 1) / kPage, 1) * kPage;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -73,12 +49,23 @@ class Pool {
       result = allocate(address, size);
     }
     check_cuda(result, std::to_string(size) + " bytes of device memory");
-    return new CudaBuffer{reinterpret_cast<void*>(address), size, kDevice};
+    auto* buffer = new CudaBuffer{reinterpret_cast<void*>(address), size, kDevice};
+    std::lock_guard<std::mutex> lock(mutex_);
+    ours_.insert(buffer);
+    return buffer;
   }
 
-  void keep(CudaBuffer* buffer) {
+  bool made(const void* buffer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return ours_.count(buffer) != 0;
+  }
+
+  // From any thread, also while the process ends: errors have nobody to go to.
+  void give(CudaBuffer* buffer) {
     if (buffer->device != kDevice) {  // MLX has moved it to managed memory
       cuMemFree(reinterpret_cast<CUdeviceptr>(buffer->data));
+      std::lock_guard<std::mutex> lock(mutex_);
+      ours_.erase(buffer);
       delete buffer;
       return;
     }
@@ -90,6 +77,9 @@ class Pool {
     }
     shrink(most());
   }
+
+ private:
+  using Order = std::list<CudaBuffer*>;
 
   CUresult allocate(CUdeviceptr& address, size_t size) {
     const CUstream stream = stream_of_pool();
@@ -108,6 +98,7 @@ class Pool {
       free_bytes_ -= buffer->size;
       mx::cu::device(kDevice).make_current();
       cuMemFreeAsync(reinterpret_cast<CUdeviceptr>(buffer->data), stream_of_pool());
+      ours_.erase(buffer);
       delete buffer;
     }
   }
@@ -135,7 +126,7 @@ class Pool {
   std::mutex mutex_;
   Order order_;
   std::unordered_multimap<size_t, Order::iterator> free_;
-  std::unordered_set<const void*> taken_;
+  std::unordered_set<const void*> ours_;  // free or not
   size_t free_bytes_ = 0;
 };
 
@@ -154,7 +145,7 @@ void allocate_on_device(mx::array& out) {
 
 bool held_alone(const mx::array& a) {
   const auto& data = a.data_shared_ptr();
-  return data.use_count() == 1 && (data->is_owned() || pool().has_given_out(data->buffer().ptr()));
+  return data.use_count() == 1 && (data->is_owned() || pool().made(data->buffer().ptr()));
 }
 
 mx::array device_array(mx::Shape shape, mx::Dtype dtype) {

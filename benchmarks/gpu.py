@@ -65,14 +65,15 @@ SWEEP: dict[str, list[dict[str, Any]]] = {
     "all": [{"sync": False}, {"fuse_route": True}],
     "delta in": _tiles("delta in", "split simdgroups blocks", (8, 16, 3), (8, 8, 2)),
     "attention in": _tiles("attention in", "r u simdgroups blocks", (4, 2, 4, 1), (2, 2, 8, 1)),
-    "delta out": _tiles("delta out", "r u split simdgroups", (2, 2, 2, 8), (1, 2, 2, 8),
-                        (1, 4, 1, 4), (4, 1, 4, 8)),
-    "attention out": _tiles("attention out", "r u split simdgroups", (2, 2, 2, 8), (2, 1, 4, 8)),
+    "delta out": _tiles("delta out", "r u split simdgroups", (2, 1, 4, 8), (4, 1, 4, 8),
+                        (8, 1, 4, 16), (4, 2, 2, 16)),
+    "attention out": _tiles("attention out", "r u split simdgroups", (2, 1, 4, 8), (2, 1, 4, 16)),
     "experts up": _tiles("experts up", "r u simdgroups", (1, 2, 16), (2, 2, 6), (2, 2, 8),
                          (1, 2, 8), (1, 2, 11)),
     "experts down": _tiles("experts down", "lanes r u", (8, 2, 2), (4, 2, 1), (8, 2, 1),
                            (16, 2, 1), (16, 1, 1)),
     "router": _tiles("router", "r split simdgroups", (1, 4, 16), (1, 2, 4), (1, 4, 8)),
+    "route": _tiles("route", "ahead", (0,), (4096,), (6144,), (12288,)),
     "delta step": _tiles("delta step", "simdgroups", (8,), (32,)),
 }  # fmt: skip
 # Attention alone, by context.

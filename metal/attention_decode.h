@@ -516,6 +516,7 @@ template <typename A>
     uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float2 shared[16 * 32];
+  start_next();
   const int head = int(group.y);
   const int dim = int(group.x) * kMergeDims + int(lane) * 2;
   device const A* gate = q_gate + head * 2 * kD + kD + dim;

@@ -21,12 +21,31 @@ METAL_FUNC int at_least_1(int x) {
   return max(x, 1);
 }
 
-// Some backends (NVIDIA) start a dispatch of a step while the previous one still runs. What a
-// kernel does before this call may read weights, the position, and what was written two dispatches
-// before or earlier; it writes nothing. Elsewhere a dispatch starts when all of that is there.
+// Some backends (NVIDIA) start a dispatch of a step while the previous one still runs: when that one
+// has waited itself, or even before, where it calls start_next(). What a kernel does before this
+// call may read weights, the position and what earlier steps wrote; and, unless the previous dispatch
+// calls start_next(), what was written two dispatches before or earlier. It writes nothing.
+// Elsewhere a dispatch starts when all of that is there.
 METAL_FUNC void wait_for_previous() {
 #if defined(__NVPTX__)
   nvidia::wait_for_previous();
+#endif
+}
+
+// At the start of a kernel whose follower reads nothing of this step before it waits. Small kernels
+// would otherwise wait longer for their start than they run.
+METAL_FUNC void start_next() {
+#if defined(__NVPTX__)
+  nvidia::start_next();
+#endif
+}
+
+// A hint that the 128 bytes around p will be read soon, by whichever kernel: to the L2 cache.
+METAL_FUNC void prefetch(device const void* p) {
+#if defined(__NVPTX__)
+  nvidia::prefetch(p);
+#else
+  (void)p;
 #endif
 }
 

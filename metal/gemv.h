@@ -210,6 +210,7 @@ struct LaneProducts {
                              device const A* norm_weight, device A* x_out, StagedRow<A> x,
                              threadgroup float* scratch, thread Put& put, uint group, uint tid,
                              uint simdgroup, uint lane) {
+    start_next();
 #define LILY_CASE(R, U)                                                                         \
   if (kR == R && kU == U) {                                                                     \
     gemv_body<A, O, Put, R, U>(matrices, h, norm_weight, x_out, x, scratch, put, group, tid,    \

@@ -26,12 +26,12 @@ void set_constants(Dispatch& d, const Constants& values) {
   }
 }
 
-namespace {
-
 size_t code_bytes(const MatrixDims& d, Type t) {
   const size_t values = size_t(d.experts) * d.rows * d.cols;
   return d.bits == 0 ? values * size_of(t) : values * d.bits / 8;
 }
+
+namespace {
 
 size_t scale_bytes(const MatrixDims& d, Type t) {
   return size_t(d.experts) * d.rows * (d.cols / d.group) * size_of(t);

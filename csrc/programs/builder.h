@@ -83,6 +83,9 @@ class Builder {
   std::vector<Table> tables;
 };
 
+// Of a matrix's codes or plain weights, all experts.
+size_t code_bytes(const MatrixDims& d, Type t);
+
 // Reads the matrix: codes, and scales and biases where it is quantized. `experts`: of how many
 // experts bytes are moved, all by default.
 void read_matrix(Dispatch& d, const MatrixSlots& m, const std::string& w, const std::string& scales,

@@ -64,6 +64,10 @@ Splits splits_of(const AttentionDims& a, int capacity, const DecodeOptions& opti
   return {capacity <= 1024 ? 8 : capacity <= 8192 ? 16 : 32, 0, 4};
 }
 
+bool wide_out(const MatrixDims& m) {
+  return m.bits == 4 && m.cols == 4096;
+}
+
 // Where 132 multiprocessors of 64K registers want other threads than an Apple GPU: as many
 // threadgroups as multiprocessors, or a small multiple of it that fits at once, all with the same
 // work. A second wave that is nearly empty costs as much as a full one. Only for what was measured:
@@ -77,22 +81,28 @@ TileFields nvidia_tiles(const DecodeDims& dims) {
                       {"experts up.r", 1},
                       {"experts up.simdgroups", 12},
                       {"argmax.simdgroups", 16}};
+  auto insert_out = [&](const std::string& label) {
+    tiles.insert(
+        {{label + ".r", 4}, {label + ".u", 1}, {label + ".split", 4}, {label + ".simdgroups", 16}});
+  };
   auto all = [&](auto&& holds) {
     return std::all_of(dims.layers.begin(), dims.layers.end(), holds);
   };
   if (all([](const LayerDims& l) { return l.moe.router.bits == 8; })) {
     tiles.insert({{"router.r", 2}, {"router.split", 4}, {"router.simdgroups", 16}});
   }
-  if (all([](const LayerDims& l) {
-        return !l.delta || (l.delta->out.bits == 4 && l.delta->out.cols == 4096);
-      })) {
-    tiles.insert({{"delta out.r", 2},
-                  {"delta out.u", 1},
-                  {"delta out.split", 4},
-                  {"delta out.simdgroups", 8}});
+  if (all([](const LayerDims& l) { return !l.delta || wide_out(l.delta->out); })) {
+    insert_out("delta out");
+  }
+  if (all([](const LayerDims& l) { return !l.attention || wide_out(l.attention->out); })) {
+    insert_out("attention out");
   }
   return tiles;
 }
+
+// Of the next layer's input projections, brought to the L2 cache while the experts are picked. More
+// would take memory from the experts.
+constexpr int kAheadKilobytes = 8192;
 
 int largest_power(int n, int most) {
   return std::min(n & -n, most);
@@ -243,8 +253,11 @@ class DecodeBuilder {
     b_.phase = "embedding";
     add_embedding(embedding, h);
     for (size_t i = 0; i < dims_.layers.size(); ++i) {
+      slots_.push_back(layer_slots(dims_.layers[i], layer_name(i)));
+    }
+    for (size_t i = 0; i < dims_.layers.size(); ++i) {
       b_.layer = static_cast<int>(i);
-      h = add_layer(dims_.layers[i], "layers." + std::to_string(i) + ".", capacities_.at(i), h);
+      h = add_layer(dims_.layers[i], layer_name(i), capacities_.at(i), h);
     }
     b_.layer = -1;
     b_.phase = "head";
@@ -264,6 +277,35 @@ class DecodeBuilder {
   }
 
  private:
+  struct LayerSlots {
+    SlotId input_norm, post_norm;
+    std::optional<DeltaSlots> delta;
+    std::optional<AttentionSlots> attention;
+    MoeSlots moe;
+  };
+
+  static std::string layer_name(size_t i) {
+    return "layers." + std::to_string(i) + ".";
+  }
+
+  LayerSlots layer_slots(const LayerDims& layer, const std::string& name) {
+    const size_t row = b_.size(dims_.embedding.cols);
+    LayerSlots s;
+    s.input_norm = b_.weight(name + "input_layernorm.weight", row);
+    s.post_norm = b_.weight(name + "post_attention_layernorm.weight", row);
+    if (layer.delta) {
+      s.delta = delta_slots(b_, name + "linear_attn.", *layer.delta);
+    } else {
+      s.attention = attention_slots(b_, name + "self_attn.", *layer.attention);
+    }
+    s.moe = moe_slots(b_, name + "mlp.", layer.moe);
+    return s;
+  }
+
+  const LayerSlots& slots() const {
+    return slots_[b_.layer];
+  }
+
   // Every tile asked for is one of a dispatch that there is.
   void check_tiles() const {
     for (auto& [name, value] : given_) {
@@ -362,22 +404,19 @@ class DecodeBuilder {
   }
 
   SlotId add_layer(const LayerDims& layer, const std::string& name, int capacity, SlotId h) {
-    SlotId input_norm = b_.weight(name + "input_layernorm.weight", b_.size(dims_.embedding.cols));
-    SlotId post_norm =
-        b_.weight(name + "post_attention_layernorm.weight", b_.size(dims_.embedding.cols));
     if (layer.delta) {
       b_.phase = "gated_delta";
-      h = add_delta(*layer.delta, name + "linear_attn.", input_norm, h);
+      h = add_delta(*layer.delta, name + "linear_attn.", h);
     } else {
       b_.phase = "attention";
-      h = add_attention(*layer.attention, name + "self_attn.", capacity, input_norm, h);
+      h = add_attention(*layer.attention, name + "self_attn.", capacity, h);
     }
     b_.phase = "moe";
-    return add_moe(layer.moe, name + "mlp.", post_norm, h);
+    return add_moe(layer.moe, name + "mlp.", h);
   }
 
-  SlotId add_delta(const DeltaDims& d, const std::string& name, SlotId norm, SlotId h) {
-    DeltaSlots w = delta_slots(b_, name, d);
+  SlotId add_delta(const DeltaDims& d, const std::string& name, SlotId h) {
+    const DeltaSlots& w = *slots().delta;
     SlotId conv = b_.program.slot(name + "conv_state", SlotKind::cache,
                                   b_.size(size_t(d.conv_width - 1) * d.qkv.rows));
     SlotId conv_next = b_.program.slot(name + "conv_state_next", SlotKind::cache,
@@ -388,8 +427,8 @@ class DecodeBuilder {
     SlotId qkv = row(name + "qkv", d.qkv.rows), z = row(name + "z", d.z.rows),
            beta = row(name + "b", d.b.rows), a = row(name + "a", d.a.rows),
            out = row(name + "out", d.z.rows);
-    add_products("delta in", name, h, norm, {w.qkv, w.z, w.b, w.a}, {qkv, z, beta, a}, false,
-                 std::nullopt);
+    add_products("delta in", name, h, slots().input_norm, {w.qkv, w.z, w.b, w.a}, {qkv, z, beta, a},
+                 false, std::nullopt);
     if (o_.fuse_delta) {
       int simdgroups = 16;
       override_field(simdgroups, o_.tiles, "delta step.simdgroups");
@@ -435,9 +474,8 @@ class DecodeBuilder {
     b_.add(std::move(n), "delta norm");
   }
 
-  SlotId add_attention(const AttentionDims& a, const std::string& name, int capacity, SlotId norm,
-                       SlotId h) {
-    AttentionSlots w = attention_slots(b_, name, a);
+  SlotId add_attention(const AttentionDims& a, const std::string& name, int capacity, SlotId h) {
+    const AttentionSlots& w = *slots().attention;
     const int D = a.head_dim, inner = a.heads * D, kv = a.kv_heads * D;
     const size_t cache_bytes = b_.size(size_t(capacity) * kv);
     SlotId keys = b_.program.slot(name + "keys", SlotKind::cache, cache_bytes);
@@ -446,8 +484,8 @@ class DecodeBuilder {
     SlotId frequencies = frequency_table(a);
     SlotId q_gate = row(name + "q_gate", 2 * inner), k = row(name + "k", kv),
            v = row(name + "v", kv), q = row(name + "q", inner), out = row(name + "out", inner);
-    add_products("attention in", name, h, norm, {w.q, w.k, w.v}, {q_gate, k, v}, false,
-                 std::nullopt);
+    add_products("attention in", name, h, slots().input_norm, {w.q, w.k, w.v}, {q_gate, k, v},
+                 false, std::nullopt);
 
     Splits splits = splits_of(a, capacity, o_);
     override_field(splits.simdgroups, o_.tiles, "attention.simdgroups");
@@ -519,24 +557,20 @@ class DecodeBuilder {
     return frequencies_;
   }
 
-  SlotId add_moe(const MoeDims& m, const std::string& name, SlotId norm, SlotId h) {
-    MoeSlots w = moe_slots(b_, name, m);
+  SlotId add_moe(const MoeDims& m, const std::string& name, SlotId h) {
+    const MoeSlots& w = slots().moe;
     const MoeTile tile = moe_tile(m, b_.t, o_.tiles);
     MoeRow r{hidden(name + "x"), b_.scratch(name + "logits", 4 * size_t(m.router.rows)),
              b_.scratch(name + "shared_logit", 4), b_.scratch(name + "ids", 4 * size_t(m.top_k)),
              b_.scratch(name + "weights", 4 * size_t(m.top_k))};
-    add_products("router", name, h, norm, {w.router, w.shared_router}, {r.logits, r.shared_logit},
-                 true, r.x);
+    add_products("router", name, h, slots().post_norm, {w.router, w.shared_router},
+                 {r.logits, r.shared_logit}, true, r.x);
     MoePart part;
     part.select = o_.fuse_route;
     part.shared = o_.fuse_shared;
     part.shared_given = !o_.fuse_shared;
     if (!o_.fuse_route) {
-      Dispatch d(kernels().at("moe_route"));
-      set_constants(d, moe_constants(m, b_.t, tile, part));
-      d.read("logits", r.logits).write("ids", r.ids).write("weights", r.weights);
-      d.grid(1).threads(32 * tile.up_simdgroups);
-      b_.add(std::move(d), "route");
+      add_route(m, tile, part, r);
     }
     const int shared_width = m.shared_gate.rows;
     SlotId act = row(name + "act", m.top_k * m.gate.rows + (part.shared ? shared_width : 0));
@@ -569,6 +603,30 @@ class DecodeBuilder {
     d.grid(ceil_div(m.down.rows, tile.down_rows())).threads(32 * (m.top_k + part.shared));
     b_.add(std::move(d), "experts down");
     return next;
+  }
+
+  void add_route(const MoeDims& m, const MoeTile& tile, const MoePart& part, const MoeRow& r) {
+    int kilobytes = 0;
+    if (o_.nvidia && b_.layer + 1 < static_cast<int>(slots_.size())) {
+      kilobytes = kAheadKilobytes;
+      override_field(kilobytes, o_.tiles, "route.ahead");
+    }
+    Dispatch d(kernels().at("moe_route"));
+    Constants constants = moe_constants(m, b_.t, tile, part);
+    constants.push_back({"kAhead", kilobytes > 0});
+    set_constants(d, constants);
+    d.read("logits", r.logits).write("ids", r.ids).write("weights", r.weights);
+    int groups = 1;
+    if (kilobytes > 0) {
+      const LayerSlots& next = slots_[b_.layer + 1];
+      const MatrixSlots& in = next.delta ? next.delta->qkv : next.attention->q;
+      const size_t bytes = std::min(size_t(kilobytes) * 1024, code_bytes(in.dims, b_.t));
+      d.read("ahead", in.w).traffic({0, {}, 0});  // they are the bytes of the next layer's kernel
+      d.value("lines", int32_t{static_cast<int>(bytes / 128)});
+      groups = kMultiprocessors;  // one picks
+    }
+    d.grid(groups).threads(32 * tile.up_simdgroups);
+    b_.add(std::move(d), "route");
   }
 
   void add_head(SlotId norm, const MatrixSlots& head, SlotId h) {
@@ -645,6 +703,7 @@ class DecodeBuilder {
   DecodeOptions o_;
   TileFields given_;
   Builder b_;
+  std::vector<LayerSlots> slots_;  // of all layers
   SlotId token_, position_, next_, logits_, frequencies_;
   std::vector<DecodeProgram::Caches> caches_;
 };

@@ -66,7 +66,8 @@ struct DecodeOptions {
   int splits = 0;       // of a KV cache, all of equal length; 0: by the capacity
   // Other threads for dispatches: "label.field", e.g. "delta in.simdgroups". Fields are those of
   // GemvTile; of "experts up" lanes, r, u, simdgroups; of "experts down" lanes, r, u; of "delta
-  // step", "attention", "attention prepare", "attention merge" and "argmax" simdgroups.
+  // step", "attention", "attention prepare", "attention merge" and "argmax" simdgroups; of "route"
+  // ahead, kilobytes of the next layer's weights for the L2 cache.
   TileFields tiles;
 
   bool operator==(const DecodeOptions&) const = default;

@@ -102,8 +102,11 @@ def test_tiles_of_the_35b_are_for_its_shapes_alone(shapes):
     for layer in four["layers"]:
         layer["moe"]["router"][2] = 4
     assert _threads(shapes, "router") == 512 and _threads(four, "router") != 512
-    bundled = dims(load(str(lily_mlx.BUNDLED_MODEL), lazy=True)[0].language_model)
-    assert _threads(bundled, "router") < 512
+    assert _threads(_bundled_shapes(), "router") < 512
+
+
+def _bundled_shapes():
+    return dims(load(str(lily_mlx.BUNDLED_MODEL), lazy=True)[0].language_model)
 
 
 def _dispatch(program, label):
@@ -139,6 +142,111 @@ def test_the_experts_are_known_before_their_kernels_wait(shapes):
     labels = [program.describe(i)["label"] for i in range(len(program))]
     at = labels.index("route")
     assert labels[at - 1 : at + 3] == ["router", "route", "experts up", "experts down"]
+
+
+# What a kernel reads before it waits for the dispatch before it, weights and tables apart
+# (wait_for_previous in metal/common.h).
+EARLY_READS = {
+    "attention_prepare": {"position"},
+    "attention_decode": {"k_cache", "v_cache", "position"},
+    "attention_merge": {"q_gate", "position"},
+    "gdn_step": {"conv_state", "state"},
+    "moe_gate_up": {"x"},
+    "moe_down": {"ids", "weights", "shared_gate", "h"},
+}
+FORMS = [{}, *({name: False} for name in ("sync", "fuse_norm", "fuse_residual", "fuse_delta",
+                                          "fuse_shared", "fuse_head"))]  # fmt: skip
+
+
+def _ways_to_start(program):
+    """Of each dispatch, by its PTX: waits (starts early and waits by itself), starts_next."""
+    index = json.loads((ptx.FOLDER / "index.json").read_text())
+    ways = []
+    for i in range(len(program)):
+        d = program.describe(i)
+        # A form that no package carries: another tile of the kernel starts its follower alike.
+        name = index.get(program.pipelines[d["pipeline"]]["key"], [None])[0]
+        files = [ptx.FOLDER / name] if name else ptx.FOLDER.glob(f"{d['kernel']}-*.ptx")
+        texts = [file.read_text() for file in files] or [""]
+        waits = [text.find("griddepcontrol.wait") for text in texts]
+        starts = [text.find("griddepcontrol.launch_dependents") for text in texts]
+        assert len({(w < 0, s < w) for w, s in zip(waits, starts, strict=True)}) == 1, d["kernel"]
+        ways.append((waits[0] >= 0, starts[0] < waits[0]))
+    return ways
+
+
+def _complete(ways, i):
+    """How many dispatches are complete, for sure, when dispatch i may start."""
+    if i == 0 or not ways[i][0] or not ways[i - 1][0]:
+        return i  # it waits for all of the one before, or that one tells nobody before its end
+    # The one before has started; or it has waited itself.
+    return _complete(ways, i - 1) if ways[i - 1][1] else i - 1
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_what_is_read_before_a_wait_was_there(shapes, form):
+    few = {**shapes, "layers": shapes["layers"][2:5]}
+    program = _ext.decode_program(few, 2048, ptx.NVIDIA | form).program
+    ways, written, checked = _ways_to_start(program), {}, 0
+    for i in range(len(program)):
+        d = program.describe(i)
+        kernel = d["kernel"].removeprefix("sync_")
+        early = next((v for k, v in EARLY_READS.items() if kernel.startswith(k)), set())
+        for a in d["arguments"]:
+            if a["name"] in early and a["access"] != "write":
+                # The newest row of the caches is read after the wait (metal/attention_decode.h).
+                newest = kernel.startswith("attention_decode") and a["name"].endswith("_cache")
+                writer = -1 if newest else written.get(a["slot"], -1)
+                assert writer < _complete(ways, i), (d["label"], a["name"])
+                checked += 1
+        for a in d["arguments"]:
+            if a.get("access", "read") != "read":
+                written[a["slot"]] = i
+    assert checked > 10
+
+
+def test_routers_and_projections_start_their_followers(shapes):
+    program = _ext.decode_program({**shapes, "layers": shapes["layers"][2:4]}, 2048, ptx.NVIDIA)
+    program = program.program
+    labels = [program.describe(i)["label"] for i in range(len(program))]
+    ways = _ways_to_start(program)
+    found = {label for label, (_, starts) in zip(labels, ways, strict=True) if starts}
+    assert found == {"delta out", "router", "attention in", "attention merge", "attention out"}
+    assert {x for x, (waits, _) in zip(labels, ways, strict=True) if not waits} == {"embedding"}
+
+
+def test_a_pick_asks_for_the_next_layers_weights(shapes):
+    """8 MB of them, or all there are; the last layer has no next."""
+    for model_shapes, most in ((shapes, 8 << 20), (_bundled_shapes(), 1 << 20)):
+        count = len(model_shapes["layers"])
+        program = _ext.decode_program(model_shapes, 256, ptx.NVIDIA).program
+        described = map(program.describe, range(len(program)))
+        routes = [d for d in described if d["label"] == "route"]
+        assert len(routes) == count and routes[-1]["grid"][0] == 1
+        assert [a["name"] for a in routes[-1]["arguments"]] == ["logits", "ids", "weights"]
+        for layer, d in enumerate(routes[:-1]):
+            args = {a["name"]: a for a in d["arguments"]}
+            mixer = model_shapes["layers"][layer + 1].get("delta")
+            part = "linear_attn.in_proj_qkv" if mixer else "self_attn.q_proj"
+            assert args["ahead"]["slot"] == f"layers.{layer + 1}.{part}.weight"
+            assert args["lines"]["value"] * 128 == min(most, args["ahead"]["bytes"])
+            assert args["ahead"]["traffic"] == 0 and d["grid"][0] > 1
+
+
+def test_a_sweep_may_ask_for_more_or_nothing(shapes):
+    few = {**shapes, "layers": shapes["layers"][2:4]}
+    for kilobytes, lines in ((0, None), (1, 8), (4096, 32768), (1 << 20, 65536)):
+        program = _ext.decode_program(few, 256, ptx.NVIDIA | {"route.ahead": kilobytes}).program
+        args = {a["name"]: a.get("value") for a in _dispatch(program, "route")["arguments"]}
+        assert args.get("lines") == lines
+
+
+def test_one_kind_of_layer_still_has_a_next(shapes):
+    """A model of attention layers alone: the pick of all but the last asks for weights."""
+    alike = {**shapes, "layers": shapes["layers"][3:4] * 3}
+    known = ptx.decode_pipelines(alike, (256,)).keys()
+    program = _ext.decode_program(alike, 256, ptx.NVIDIA).program
+    assert {p["key"] for p in program.pipelines} == set(known)
 
 
 def test_kernels_depend_on_formats_not_on_sizes():

@@ -69,6 +69,7 @@ def constants(
         101: given_ids,
         102: shared_given,
         103: shared or shared_given,
+        104: False,
     }
 
 
@@ -296,16 +297,21 @@ def test_group_128() -> None:
 
 
 def pick(
-    host: str, logits: np.ndarray, top_k: int, norm: bool = True, simdgroups: int = 8
-) -> tuple[np.ndarray, ...]:
+    host: str, logits: np.ndarray, top_k: int, norm: bool = True, simdgroups: int = 8,
+    ahead: int = 0,
+) -> tuple[np.ndarray, ...]:  # fmt: skip
+    """ahead: threadgroups that ask for weights meanwhile."""
     s = Shape(len(logits), top_k, 256, 64, 0, norm=norm, up=(8, 1, 1, simdgroups))
     ids, weights = np.full(top_k, 2**31, np.uint32), np.full(top_k, np.nan, np.float32)
+    buffers = {0: logits, 1: ids, 2: weights}
+    if ahead:
+        buffers |= {3: np.zeros(4096, np.uint32), 4: 128}
     launch(
         "moe_decode.metal",
         "moe_route",
-        constants(s),
-        {0: logits, 1: ids, 2: weights},
-        (1,),
+        constants(s) | {104: ahead > 0},
+        buffers,
+        (1 + ahead,),
         32 * simdgroups,
         host,
     )
@@ -331,6 +337,14 @@ def test_equal_probabilities_choose_the_lowest_ids() -> None:
     np.testing.assert_array_equal(
         pick("checked", np.zeros(64, np.float32), 8, simdgroups=2)[0], np.arange(8)
     )
+
+
+def test_weights_asked_for_meanwhile_change_no_pick() -> None:
+    logits = np.random.default_rng(2).standard_normal(64).astype(np.float32)
+    for host in ("cpu", "checked"):
+        alone = pick(host, logits, 8, simdgroups=2)
+        for a, b in zip(pick(host, logits, 8, simdgroups=2, ahead=3), alone, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_pick_of_far_apart_and_of_broken_logits() -> None:

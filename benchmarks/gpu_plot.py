@@ -24,11 +24,15 @@ def length_name(tokens: int) -> str:
 def _panel(axes: Any, result: dict[str, Any], part: str) -> None:
     key = gpu_report.ROWS[part]
     rows = result[part]
-    for name in ("stock", "lily"):
+    for name, style, label in (
+        ("stock_raised", "--", "the same, MLX's limits raised"),  # lily's lie on one another
+        ("stock", "o-", LABELS["stock"]),
+        ("lily", "o-", LABELS["lily"]),
+    ):
         points = [(row[key], row[name]) for row in rows if row.get(name)]
         if points:
-            axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[name], label=LABELS[name],
-                      markersize=4)  # fmt: skip
+            axes.plot(*zip(*points, strict=True), style, color=COLOURS[name.split("_")[0]],
+                      label=label, markersize=4)  # fmt: skip
     for row in rows:
         if row.get("ratio") and row.get("lily"):
             axes.annotate(f"{number(row['ratio'])}x", (row[key], row["lily"]), fontsize=7,
@@ -67,12 +71,12 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for axes, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
         _panel(axes, result, part)
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside upper right", ncols=2, fontsize=8,
+    figure.legend(handles[::-1], labels[::-1], loc="outside upper right", ncols=3, fontsize=8,
                   frameon=False)  # fmt: skip
     figure.supxlabel(
         f"random 4-bit weights, {result['weights_gb']:.1f} GB; {result['device']}; "
         f"mlx {result['versions'].get('mlx')}, mlx-lm {result['versions'].get('mlx-lm')}; "
-        "figures: times stock in one process",
+        "figures: times stock in one process, the lesser of the two",
         fontsize=7,
         color="#555555",
     )

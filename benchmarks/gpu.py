@@ -73,7 +73,7 @@ SWEEP: dict[str, list[dict[str, Any]]] = {
     "experts down": _tiles("experts down", "lanes r u", (8, 2, 2), (4, 2, 1), (8, 2, 1),
                            (16, 2, 1), (16, 1, 1)),
     "router": _tiles("router", "r split simdgroups", (1, 4, 16), (1, 2, 4), (1, 4, 8)),
-    "route": _tiles("route", "ahead", (0,), (4096,), (6144,), (12288,)),
+    "route": [{"ahead": kilobytes} for kilobytes in (0, 4096, 6144, 12288)],
     "delta step": _tiles("delta step", "simdgroups", (8,), (32,)),
 }  # fmt: skip
 # Attention alone, by context.

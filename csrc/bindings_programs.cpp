@@ -124,7 +124,8 @@ DecodeOptions decode_options(nb::dict d) {
       {"pack", &o.pack},
       {"context", &o.context},
       {"fixed_block_from", &o.fixed_block_from},
-      {"splits", &o.splits}};
+      {"splits", &o.splits},
+      {"ahead", &o.ahead}};
   for (auto [key, value] : d) {
     const auto name = nb::cast<std::string>(key);
     bool known = name.find('.') != std::string::npos;

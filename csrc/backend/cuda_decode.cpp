@@ -53,6 +53,20 @@ DecodeOptions& set_options() {
   return options;
 }
 
+// The options for this thread's GPU. What is asked for ahead must stay in its L2 cache, beside all
+// that two kernels read meanwhile: a quarter of it at most.
+DecodeOptions suited(DecodeOptions options) {
+  CUdevice device;
+  int l2_bytes = 0;
+  check_cuda(cuCtxGetDevice(&device), "asking for the GPU");
+  check_cuda(cuDeviceGetAttribute(&l2_bytes, CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, device),
+             "asking for the GPU's L2 cache");
+  if (options.ahead > l2_bytes / 4 / 1024) {
+    options.ahead = 0;
+  }
+  return options;
+}
+
 CUdeviceptr address(const mx::array& a) {
   return reinterpret_cast<CUdeviceptr>(device_pointer(a));
 }
@@ -306,7 +320,7 @@ class CudaDecode : public PlannedDecode {
     capacities_ = capacities(layers);
     options_ = set_options();
     last_bindings_.reset();
-    program_ = programs_of(plan_)->at(capacities_, options_);
+    program_ = programs_of(plan_)->at(capacities_, suited(options_));
     if (!space_) {
       space_ = pool_->take(stream);
     }
@@ -392,7 +406,7 @@ class CudaDecode : public PlannedDecode {
   }
 
   std::optional<Bindings> last_bindings_;  // after program_, which it points to
-  DecodeOptions options_;                  // that program_ was built with
+  DecodeOptions options_;                  // the ones set when program_ was built
   std::shared_ptr<StepPool> pool_;
   std::unique_ptr<StepSpace> space_;
   std::vector<std::optional<mx::array>> spare_;  // by layer

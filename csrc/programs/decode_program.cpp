@@ -100,10 +100,6 @@ TileFields nvidia_tiles(const DecodeDims& dims) {
   return tiles;
 }
 
-// Of the next layer's input projections, brought to the L2 cache while the experts are picked. More
-// would take memory from the experts.
-constexpr int kAheadKilobytes = 8192;
-
 int largest_power(int n, int most) {
   return std::min(n & -n, most);
 }
@@ -606,25 +602,22 @@ class DecodeBuilder {
   }
 
   void add_route(const MoeDims& m, const MoeTile& tile, const MoePart& part, const MoeRow& r) {
-    int kilobytes = 0;
-    if (o_.nvidia && b_.layer + 1 < static_cast<int>(slots_.size())) {
-      kilobytes = kAheadKilobytes;
-      override_field(kilobytes, o_.tiles, "route.ahead");
-    }
+    const bool ahead = o_.ahead > 0 && b_.layer + 1 < static_cast<int>(slots_.size());
     Dispatch d(kernels().at("moe_route"));
     Constants constants = moe_constants(m, b_.t, tile, part);
-    constants.push_back({"kAhead", kilobytes > 0});
+    constants.push_back({"kAhead", ahead});
     set_constants(d, constants);
     d.read("logits", r.logits).write("ids", r.ids).write("weights", r.weights);
-    int groups = 1;
-    if (kilobytes > 0) {
+    int groups = 1, lines = 0;
+    if (ahead) {
       const LayerSlots& next = slots_[b_.layer + 1];
       const MatrixSlots& in = next.delta ? next.delta->qkv : next.attention->q;
-      const size_t bytes = std::min(size_t(kilobytes) * 1024, code_bytes(in.dims, b_.t));
+      const size_t bytes = std::min(size_t(o_.ahead) * 1024, code_bytes(in.dims, b_.t));
       d.read("ahead", in.w).traffic({0, {}, 0});  // they are the bytes of the next layer's kernel
-      d.value("lines", int32_t{static_cast<int>(bytes / 128)});
+      lines = static_cast<int>(bytes / 128);
       groups = kMultiprocessors;  // one picks
     }
+    d.value("lines", int32_t{lines});
     d.grid(groups).threads(32 * tile.up_simdgroups);
     b_.add(std::move(d), "route");
   }
@@ -801,6 +794,7 @@ DecodeOptions nvidia_options() {
   o.nvidia = true;
   o.sync = true;
   o.fuse_route = false;
+  o.ahead = 8192;  // more would take memory from the experts
   return o;
 }
 

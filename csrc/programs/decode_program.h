@@ -64,10 +64,10 @@ struct DecodeOptions {
   bool nvidia = false;  // splits and tiles for an NVIDIA card with 132 multiprocessors
   bool sync = false;    // its tensor cores, where they serve
   int splits = 0;       // of a KV cache, all of equal length; 0: by the capacity
+  int ahead = 0;        // kilobytes of the next layer's input projections that moe_route asks for
   // Other threads for dispatches: "label.field", e.g. "delta in.simdgroups". Fields are those of
   // GemvTile; of "experts up" lanes, r, u, simdgroups; of "experts down" lanes, r, u; of "delta
-  // step", "attention", "attention prepare", "attention merge" and "argmax" simdgroups; of "route"
-  // ahead, kilobytes of the next layer's weights for the L2 cache.
+  // step", "attention", "attention prepare", "attention merge" and "argmax" simdgroups.
   TileFields tiles;
 
   bool operator==(const DecodeOptions&) const = default;

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 import tiny
 from programs import small
 
-from lily_mlx import trace
+from lily_mlx import _ext, ptx, trace
 from lily_mlx.model import Model, ModelArgs
 from metal.host import cuda
 from metal.host.toolchain import HostError
@@ -123,3 +126,34 @@ def test_values_by_size():
 def test_the_package_carries_the_kernels_of_the_35b_model(tmp_path, capsys):
     kernels.make(tmp_path / "ptx")
     assert ": 0 of " in capsys.readouterr().out
+
+
+def test_each_parameter_of_each_kernel_gets_an_argument(monkeypatch):
+    """What the GPU's executor hands to the driver for a step of the 35B shapes, by the PTX."""
+    launched = []
+
+    class Program:
+        def __init__(self, text: bytes):
+            self.text = text.decode()
+
+        def launch(self, entry, arguments, grid, threadgroup):
+            sizes = re.findall(rf"\.param \.[ubsf](\d+)[^\n]* {entry}_param_\d+", self.text)
+            assert len(sizes) == len(arguments) > 0
+            for bits, argument in zip(sizes, arguments, strict=True):
+                if isinstance(argument, bytes):
+                    assert len(argument) == int(bits) // 8
+                else:
+                    assert bits == "64"
+            launched.append(entry)
+
+    monkeypatch.setattr(cuda, "driver", lambda: None)
+    monkeypatch.setattr(cuda, "Program", Program)
+    gpu = executors.Gpu()
+    few = ptx.distinct_layers(kernels.shapes())
+    for capacity in ptx.CAPACITIES:
+        program = _ext.decode_program(few, capacity, ptx.NVIDIA).program
+        for i in range(len(program)):
+            d = program.describe(i)
+            arrays = {a["index"]: np.zeros(1) for a in d["arguments"] if "slot" in a}
+            gpu(d, arrays, program.pipelines[d["pipeline"]]["key"])
+    assert {e.split("_bf16")[0] for e in launched} >= {"moe_route", "gemv", "sync_gemv", "gdn_step"}

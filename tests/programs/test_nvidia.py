@@ -223,7 +223,8 @@ def test_a_pick_asks_for_the_next_layers_weights(shapes):
         described = map(program.describe, range(len(program)))
         routes = [d for d in described if d["label"] == "route"]
         assert len(routes) == count and routes[-1]["grid"][0] == 1
-        assert [a["name"] for a in routes[-1]["arguments"]] == ["logits", "ids", "weights"]
+        last = {a["name"]: a.get("value") for a in routes[-1]["arguments"]}
+        assert last == {"logits": None, "ids": None, "weights": None, "lines": 0}
         for layer, d in enumerate(routes[:-1]):
             args = {a["name"]: a for a in d["arguments"]}
             mixer = model_shapes["layers"][layer + 1].get("delta")
@@ -235,10 +236,10 @@ def test_a_pick_asks_for_the_next_layers_weights(shapes):
 
 def test_a_sweep_may_ask_for_more_or_nothing(shapes):
     few = {**shapes, "layers": shapes["layers"][2:4]}
-    for kilobytes, lines in ((0, None), (1, 8), (4096, 32768), (1 << 20, 65536)):
-        program = _ext.decode_program(few, 256, ptx.NVIDIA | {"route.ahead": kilobytes}).program
+    for kilobytes, lines in ((0, 0), (1, 8), (4096, 32768), (1 << 20, 65536)):
+        program = _ext.decode_program(few, 256, ptx.NVIDIA | {"ahead": kilobytes}).program
         args = {a["name"]: a.get("value") for a in _dispatch(program, "route")["arguments"]}
-        assert args.get("lines") == lines
+        assert args["lines"] == lines and ("ahead" in args) == (lines > 0)
 
 
 def test_one_kind_of_layer_still_has_a_next(shapes):

@@ -303,9 +303,9 @@ def pick(
     """ahead: threadgroups that ask for weights meanwhile."""
     s = Shape(len(logits), top_k, 256, 64, 0, norm=norm, up=(8, 1, 1, simdgroups))
     ids, weights = np.full(top_k, 2**31, np.uint32), np.full(top_k, np.nan, np.float32)
-    buffers = {0: logits, 1: ids, 2: weights}
+    buffers = {0: logits, 1: ids, 2: weights, 4: 128}
     if ahead:
-        buffers |= {3: np.zeros(4096, np.uint32), 4: 128}
+        buffers[3] = np.zeros(4096, np.uint32)
     launch(
         "moe_decode.metal",
         "moe_route",

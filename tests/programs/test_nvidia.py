@@ -183,10 +183,11 @@ def _complete(ways, i):
     return _complete(ways, i - 1) if ways[i - 1][1] else i - 1
 
 
+@pytest.mark.parametrize("capacity", [256, 2048])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_what_is_read_before_a_wait_was_there(shapes, form):
+def test_what_is_read_before_a_wait_was_there(shapes, form, capacity):
     few = {**shapes, "layers": shapes["layers"][2:5]}
-    program = _ext.decode_program(few, 2048, ptx.NVIDIA | form).program
+    program = _ext.decode_program(few, capacity, ptx.NVIDIA | form).program
     ways, written, checked = _ways_to_start(program), {}, 0
     for i in range(len(program)):
         d = program.describe(i)

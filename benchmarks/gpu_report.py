@@ -66,6 +66,14 @@ def add_raised(report: dict[str, Any], child: dict[str, Any]) -> None:
     report["raised"] = {"environment": RAISED} | {p: child[p] for p in ROWS if p in child}
 
 
+def samples(report: dict[str, Any], part: str, length: int, rate: str) -> list[float]:
+    """What a rate of a row is the median of; empty where it is not kept."""
+    engine, raised, _ = rate.partition("_raised")
+    rows = (report.get("raised", {}) if raised else report).get(part, [])
+    found = (r for r in rows if r[ROWS[part]] == length)
+    return next(found, {}).get("samples", {}).get(engine, [])
+
+
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
     """One result of several; where two measured the same cell, the later one's row stays.
 

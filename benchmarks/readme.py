@@ -124,7 +124,11 @@ def _gpu_rates(result: dict[str, Any]) -> str:
         line = [f"{length:,}"]
         for part, name in columns:
             value = by_length[length].get(part, {}).get(name)
-            line.append(_ratio(value) if name == "ratio" else compare.number(value))
+            text = _ratio(value) if name == "ratio" else compare.number(value)
+            samples = gpu_report.samples(result, part, length, name)
+            if part == "decode" and name.startswith("stock") and len(samples) > 1:
+                text += f" ({min(samples):.0f} to {max(samples):.0f})"
+            line.append(text)
         lines.append(line)
     names = [f"{part} {name.replace('_', ', ')}" for part, name in columns]
     return markdown_table(["tokens", *names], lines)
@@ -134,7 +138,9 @@ def _gpu_words(result: dict[str, Any]) -> str:
     """What the table's numbers are, what was left out, and what was checked."""
     words = ["Tokens a second; one sequence, greedy."]
     if result.get("decode"):
-        words.append("Decode: caches filled with random values.")
+        words.append(
+            "Decode: caches filled with random values; in brackets stock's least and most."
+        )
     if result.get("prefill"):
         words.append("Prefill: chunks of 2,048, until the first token.")
     if any(r.get("stock_raised") for part in gpu_report.ROWS for r in result.get(part, [])):

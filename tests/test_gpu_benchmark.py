@@ -181,6 +181,17 @@ def test_readme_shows_the_result_of_a_gpu(tmp_path):
     assert "1 of 20 repeated runs differ" in block and "repeated runs are bit-equal" in block
 
 
+def test_stocks_decode_is_shown_with_its_spread(tmp_path):
+    """It moves with the host, and the ratio with it."""
+    result = whole_result()
+    result["decode"][0]["samples"] = {"lily": [599.0, 601.0], "stock": [44.0, 40.0, 33.4]}
+    result["raised"]["decode"][0]["samples"] = {"lily": [598.5], "stock": [45.0]}
+    (tmp_path / "gpu-35b-h.json").write_text(json.dumps(result))
+    assert "| 256 | 600 | 40.0 (33 to 44) | 598 | 45.0 |" in readme.figures(tmp_path)
+    assert gpu_report.samples(result, "decode", 256, "stock_raised") == [45.0]
+    assert gpu_report.samples(result, "prefill", 9, "stock") == []
+
+
 def test_the_picture_of_a_gpu(tmp_path):
     pytest.importorskip("matplotlib")
     gpu_plot.plot(whole_result(), tmp_path / "x.png")

@@ -68,19 +68,21 @@ bool wide_out(const MatrixDims& m) {
   return m.bits == 4 && m.cols == 4096;
 }
 
+// Rows enough that no two simdgroups share one (gemv_tile), so that any number of them will do.
+bool tall_in(const AttentionDims& a) {
+  return a.q.rows + a.k.rows + a.v.rows >= 4096;
+}
+
 // Where 132 multiprocessors of 64K registers want other threads than an Apple GPU: as many
 // threadgroups as multiprocessors, or a small multiple of it that fits at once, all with the same
 // work. A second wave that is nearly empty costs as much as a full one. Only for what was measured:
 // the shapes of Qwen3.6-35B-A3B.
-TileFields nvidia_tiles(const DecodeDims& dims) {
+TileFields nvidia_tiles(const DecodeDims& dims, bool fuse_projections) {
   if (dims.embedding.cols != 2048) {
     return {};
   }
-  TileFields tiles = {{"attention in.u", 1},
-                      {"attention in.simdgroups", 9},
-                      {"experts up.r", 1},
-                      {"experts up.simdgroups", 12},
-                      {"argmax.simdgroups", 16}};
+  TileFields tiles = {
+      {"experts up.r", 1}, {"experts up.simdgroups", 12}, {"argmax.simdgroups", 16}};
   auto insert_out = [&](const std::string& label) {
     tiles.insert(
         {{label + ".r", 4}, {label + ".u", 1}, {label + ".split", 4}, {label + ".simdgroups", 16}});
@@ -88,8 +90,15 @@ TileFields nvidia_tiles(const DecodeDims& dims) {
   auto all = [&](auto&& holds) {
     return std::all_of(dims.layers.begin(), dims.layers.end(), holds);
   };
-  if (all([](const LayerDims& l) { return l.moe.router.bits == 8; })) {
-    tiles.insert({{"router.r", 2}, {"router.split", 4}, {"router.simdgroups", 16}});
+  if (fuse_projections &&
+      all([](const LayerDims& l) { return !l.attention || tall_in(*l.attention); })) {
+    tiles.insert({{"attention in.u", 1}, {"attention in.simdgroups", 9}});
+  }
+  if (all([](const LayerDims& l) {
+        return l.moe.router.bits == 8 && l.moe.shared_router.bits != 4;
+      })) {
+    tiles.insert(
+        {{"router.r", 2}, {"router.u", 1}, {"router.split", 4}, {"router.simdgroups", 16}});
   }
   if (all([](const LayerDims& l) { return !l.delta || wide_out(l.delta->out); })) {
     insert_out("delta out");
@@ -236,7 +245,7 @@ class DecodeBuilder {
         given_(options.tiles),
         b_("decode step", dims.t) {
     if (o_.nvidia) {
-      const TileFields tiles = nvidia_tiles(dims);
+      const TileFields tiles = nvidia_tiles(dims, o_.fuse_projections);
       o_.tiles.insert(tiles.begin(), tiles.end());  // given ones stay
     }
   }

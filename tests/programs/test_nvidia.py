@@ -103,6 +103,50 @@ def test_tiles_of_the_35b_are_for_its_shapes_alone(shapes):
         layer["moe"]["router"][2] = 4
     assert _threads(shapes, "router") == 512 and _threads(four, "router") != 512
     assert _threads(_bundled_shapes(), "router") < 512
+    small = _other(shapes, heads=(4, 1))
+    assert _threads(shapes, "attention in") == 288 != _threads(small, "attention in")
+
+
+def _other(shapes, hidden=2048, experts=256, heads=(16, 2), value_heads=32, bits=4, shared=8):
+    """A DeltaNet and an attention layer of another size or format; shared: bits of that gate."""
+
+    def matrix(rows, columns, bits=bits, count=1):
+        return [rows, columns, bits, 64 if bits else 0, count]
+
+    delta, attention = (dict(layer) for layer in shapes["layers"][2:4])
+    query, kv = heads
+    delta["delta"] = delta["delta"] | {
+        "value_heads": value_heads,
+        "qkv": matrix(128 * (32 + value_heads), hidden), "z": matrix(128 * value_heads, hidden),
+        "b": matrix(value_heads, hidden), "a": matrix(value_heads, hidden),
+        "out": matrix(hidden, 128 * value_heads),
+    }  # fmt: skip
+    attention["attention"] = attention["attention"] | {
+        "heads": query, "kv_heads": kv, "q": matrix(512 * query, hidden),
+        "k": matrix(256 * kv, hidden), "v": matrix(256 * kv, hidden),
+        "out": matrix(hidden, 256 * query),
+    }  # fmt: skip
+    moe = delta["moe"] | {
+        "router": matrix(experts, hidden, 8), "shared_router": matrix(1, hidden, shared),
+        **dict.fromkeys(("gate", "up"), matrix(512, hidden, count=experts)),
+        **dict.fromkeys(("shared_gate", "shared_up"), matrix(512, hidden)),
+        "down": matrix(hidden, 512, count=experts), "shared_down": matrix(hidden, 512),
+    }  # fmt: skip
+    tables = dict.fromkeys(("embedding", "head"), matrix(50000, hidden))
+    return {**shapes, **tables, "layers": [delta | {"moe": moe}, attention | {"moe": moe}]}
+
+
+@pytest.mark.parametrize("hidden", [1024, 2048, 2560, 4096])
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_other_models_have_a_step_too(shapes, hidden, bits):
+    """The tiles tuned for one model must not leave another without threads that fit."""
+    for experts in (64, 256, 512):
+        for heads, value_heads in (((4, 1), 16), ((16, 2), 32), ((32, 4), 64)):
+            for shared in (0, 4, 8):
+                other = _other(shapes, hidden, experts, heads, value_heads, bits, shared)
+                for capacity in (256, 4096):
+                    program = _ext.decode_program(other, capacity, ptx.NVIDIA).program
+                    assert len(program) == 2 + 7 + 9 + 1
 
 
 def _bundled_shapes():
@@ -154,8 +198,8 @@ EARLY_READS = {
     "moe_gate_up": {"x"},
     "moe_down": {"ids", "weights", "shared_gate", "h"},
 }
-FORMS = [{}, *({name: False} for name in ("sync", "fuse_norm", "fuse_residual", "fuse_delta",
-                                          "fuse_shared", "fuse_head"))]  # fmt: skip
+FORMS = [{}, *({name: False} for name in ("sync", "fuse_norm", "fuse_projections", "fuse_residual",
+                                          "fuse_delta", "fuse_shared", "fuse_head"))]  # fmt: skip
 
 
 def _ways_to_start(program):

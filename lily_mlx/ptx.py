@@ -159,15 +159,14 @@ def decode_pipelines(
 
 
 def distinct_layers(text_shapes: dict[str, Any]) -> dict[str, Any]:
-    """The shapes with one layer of each kind; the others run the same pipelines. At least two where
-    there are, since the last one has no next layer to ask for weights of."""
+    """The shapes with one layer of each kind, and the last; the others run the same pipelines. The
+    last one's pick has no next layer to ask for weights of."""
+    *others, last = text_shapes["layers"]
     layers: list[dict[str, Any]] = []
-    for layer in text_shapes["layers"]:
+    for layer in others:
         if layer not in layers:
             layers.append(layer)
-    if len(layers) == 1:
-        layers = text_shapes["layers"][:2]
-    return {**text_shapes, "layers": layers}
+    return {**text_shapes, "layers": [*layers, last]}
 
 
 # Rows of x and weight rows that between them use every kernel of a projection and of an MoE block.

@@ -297,11 +297,14 @@ def test_a_sweep_may_ask_for_more_or_nothing(shapes):
         assert args["lines"] == lines and ("ahead" in args) == (lines > 0)
 
 
-def test_one_kind_of_layer_still_has_a_next(shapes):
-    """A model of attention layers alone: the pick of all but the last asks for weights."""
-    alike = {**shapes, "layers": shapes["layers"][3:4] * 3}
-    known = ptx.decode_pipelines(alike, (256,)).keys()
-    program = _ext.decode_program(alike, 256, ptx.NVIDIA).program
+@pytest.mark.parametrize("kinds", ["a", "aaa", "ba", "aab", "bbab"])
+def test_one_layer_of_each_kind_runs_all_that_a_model_does(shapes, kinds):
+    """The last layer's pick asks for no weights, whichever kind it is of."""
+    one = shapes["layers"][3]
+    other = one | {"moe": one["moe"] | {"top_k": 4}}
+    model = {**shapes, "layers": [{"a": one, "b": other}[kind] for kind in kinds]}
+    known = ptx.decode_pipelines(model, (256,)).keys()
+    program = _ext.decode_program(model, 256, ptx.NVIDIA).program
     assert {p["key"] for p in program.pipelines} == set(known)
 
 

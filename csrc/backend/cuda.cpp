@@ -146,6 +146,14 @@ void check_cuda(CUresult result, const std::string& what) {
   }
 }
 
+int device_attribute(CUdevice_attribute attribute, const std::string& what) {
+  CUdevice device;
+  int value = 0;
+  check_cuda(cuCtxGetDevice(&device), "asking for the GPU");
+  check_cuda(cuDeviceGetAttribute(&value, attribute, device), what);
+  return value;
+}
+
 char* device_pointer(const mlx::core::array& a) {
   return static_cast<char*>(mlx::core::gpu_ptr<void>(a));
 }
@@ -163,12 +171,8 @@ const std::string kTarget = ".target sm_80";
 
 // Whether this process's GPU can start a kernel before the one it depends on has ended.
 bool starts_ahead() {
-  CUdevice device;
-  int major = 0;
-  check_cuda(cuCtxGetDevice(&device), "asking for the GPU");
-  check_cuda(cuDeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device),
-             "asking for the GPU's architecture");
-  return major >= 9;
+  return device_attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                          "asking for the GPU's architecture") >= 9;
 }
 
 void replace_all(std::string& text, const std::string& from, const std::string& to) {

@@ -88,4 +88,7 @@ void set_cuda_decode_options(const DecodeOptions& options);
 
 void check_cuda(CUresult result, const std::string& what);
 
+// An attribute of the GPU of this thread's context; `what` is for the error.
+int device_attribute(CUdevice_attribute attribute, const std::string& what);
+
 }  // namespace lily

@@ -56,11 +56,8 @@ DecodeOptions& set_options() {
 // The options for this thread's GPU. What is asked for ahead must stay in its L2 cache, beside all
 // that two kernels read meanwhile: a quarter of it at most.
 DecodeOptions suited(DecodeOptions options) {
-  CUdevice device;
-  int l2_bytes = 0;
-  check_cuda(cuCtxGetDevice(&device), "asking for the GPU");
-  check_cuda(cuDeviceGetAttribute(&l2_bytes, CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, device),
-             "asking for the GPU's L2 cache");
+  const int l2_bytes =
+      device_attribute(CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, "asking for the GPU's L2 cache");
   if (options.ahead > l2_bytes / 4 / 1024) {
     options.ahead = 0;
   }

@@ -153,9 +153,12 @@ def _bundled_shapes():
     return dims(load(str(lily_mlx.BUNDLED_MODEL), lazy=True)[0].language_model)
 
 
+def _described(program):
+    return [program.describe(i) for i in range(len(program))]
+
+
 def _dispatch(program, label):
-    described = map(program.describe, range(len(program)))
-    return next(d for d in described if d["label"] == label)
+    return next(d for d in _described(program) if d["label"] == label)
 
 
 def _threads(shapes, label):
@@ -183,7 +186,7 @@ def test_a_tile_without_a_kernel_is_refused(shapes, tiles, words):
 def test_the_experts_are_known_before_their_kernels_wait(shapes):
     """moe_gate_up and moe_down ask for what moe_route wrote before they wait for the one before."""
     program = _ext.decode_program(shapes, 256, ptx.NVIDIA).program
-    labels = [program.describe(i)["label"] for i in range(len(program))]
+    labels = [d["label"] for d in _described(program)]
     at = labels.index("route")
     assert labels[at - 1 : at + 3] == ["router", "route", "experts up", "experts down"]
 
@@ -206,8 +209,7 @@ def _ways_to_start(program):
     """Of each dispatch, by its PTX: waits (starts early and waits by itself), starts_next."""
     index = json.loads((ptx.FOLDER / "index.json").read_text())
     ways = []
-    for i in range(len(program)):
-        d = program.describe(i)
+    for d in _described(program):
         # A form that no package carries: another tile of the kernel starts its follower alike.
         name = index.get(program.pipelines[d["pipeline"]]["key"], [None])[0]
         files = [ptx.FOLDER / name] if name else ptx.FOLDER.glob(f"{d['kernel']}-*.ptx")
@@ -239,7 +241,7 @@ def test_what_is_read_before_a_wait_was_there(shapes, form, capacity):
     few = {**shapes, "layers": shapes["layers"][2:5]}
     program = _ext.decode_program(few, capacity, ptx.NVIDIA | form).program
     ways, written, checked = _ways_to_start(program), {}, 0
-    described = [program.describe(i) for i in range(len(program))]
+    described = _described(program)
     after = [d["after"] for d in described]
     for i, d in enumerate(described):
         kernel = d["kernel"].removeprefix("sync_")
@@ -263,7 +265,7 @@ def test_what_is_read_before_a_wait_was_there(shapes, form, capacity):
 def test_routers_and_projections_start_their_followers(shapes):
     program = _ext.decode_program({**shapes, "layers": shapes["layers"][2:4]}, 2048, ptx.NVIDIA)
     program = program.program
-    labels = [program.describe(i)["label"] for i in range(len(program))]
+    labels = [d["label"] for d in _described(program)]
     ways = _ways_to_start(program)
     found = {label for label, (_, starts) in zip(labels, ways, strict=True) if starts}
     assert found == {"delta out", "router", "attention in", "attention merge", "attention out"}
@@ -275,8 +277,7 @@ def test_a_pick_asks_for_the_next_layers_weights(shapes):
     for model_shapes, most in ((shapes, 8 << 20), (_bundled_shapes(), 1 << 20)):
         count = len(model_shapes["layers"])
         program = _ext.decode_program(model_shapes, 256, ptx.NVIDIA).program
-        described = map(program.describe, range(len(program)))
-        routes = [d for d in described if d["label"] == "route"]
+        routes = [d for d in _described(program) if d["label"] == "route"]
         assert len(routes) == count and routes[-1]["grid"][0] == 1
         last = {a["name"]: a.get("value") for a in routes[-1]["arguments"]}
         assert last == {"logits": None, "ids": None, "weights": None, "lines": 0}

@@ -21,7 +21,8 @@ import mlx.nn as nn
 
 import lily_mlx
 from benchmarks import common
-from lily_mlx.trace import Trace, dims, format_bytes
+from lily_mlx import spec
+from lily_mlx.trace import Trace, format_bytes
 
 CONTEXTS = (0, 256, 4096, 32768, 131072)
 CHUNKS = (512, 2048, 4096)
@@ -193,7 +194,7 @@ def forms(made: nn.Module) -> list[dict[str, Any]]:
 def collect() -> dict[str, Any]:
     """The whole ledger."""
     made = model()
-    shapes = dims(made.language_model)
+    shapes = spec.model(made.language_model)
     rows = [decode_entry(made, shapes, c) for c in CONTEXTS]
     rows += [prefill_entry(made, shapes, t) for t in CHUNKS]
     notes = []

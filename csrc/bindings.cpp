@@ -10,10 +10,10 @@
 #include "bindings_host.h"
 #include "bindings_program.h"
 #include "bindings_programs.h"
+#include "bindings_spec.h"
 #include "mlx/version.h"
 #include "primitives/decode.h"
 #include "primitives/layers.h"
-#include "programs/metal_host.h"
 #include "reference/micro.h"
 #include "reference/parallel.h"
 
@@ -89,9 +89,18 @@ void bind_layers(nb::module_& m) {
       .def_prop_ro("cols", &Weight::cols)
       .def_prop_ro("dtype", &Weight::dtype);
   nb::class_<MoeLayer>(m, "MoeLayer")
-      .def(nb::init<Weight, Weight, Weight, Weight, Weight, Weight, Weight, Weight, int, bool>(),
-           "router"_a, "gate"_a, "up"_a, "down"_a, "shared_gate"_a, "shared_up"_a, "shared_down"_a,
-           "shared_router"_a, "top_k"_a, "normalize"_a);
+      .def(
+          "__init__",
+          [](MoeLayer* self, Weight router, Weight gate, Weight up, Weight down, Weight shared_gate,
+             Weight shared_up, Weight shared_down, Weight shared_router, int top_k,
+             bool normalize) {
+            new (self)
+                MoeLayer{std::move(router),      std::move(gate),          std::move(up),
+                         std::move(down),        std::move(shared_gate),   std::move(shared_up),
+                         std::move(shared_down), std::move(shared_router), {top_k, normalize}};
+          },
+          "router"_a, "gate"_a, "up"_a, "down"_a, "shared_gate"_a, "shared_up"_a, "shared_down"_a,
+          "shared_router"_a, "top_k"_a, "normalize"_a);
 
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "eps"_a, nb::kw_only(), "stream"_a = nb::none());
   m.def("project", &project, "x"_a, "weights"_a, "float32_out"_a = false, nb::kw_only(),
@@ -110,37 +119,23 @@ void bind_layers(nb::module_& m) {
 }
 
 void bind_decode(nb::module_& m) {
-  nb::class_<DeltaLayer>(m, "DeltaLayer")
-      .def(nb::init<Weight, Weight, Weight, Weight, Weight, mx::array, mx::array, mx::array,
-                    mx::array, int, int, int, int, float>(),
-           "qkv"_a, "z"_a, "b"_a, "a"_a, "out"_a, "conv"_a, "A_log"_a, "dt_bias"_a, "norm"_a,
-           "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a, "norm_eps"_a);
-  nb::class_<AttentionLayer>(m, "AttentionLayer")
-      .def(nb::init<Weight, Weight, Weight, Weight, mx::array, mx::array, int, int, int, int, float,
-                    float>(),
-           "q"_a, "k"_a, "v"_a, "out"_a, "q_norm"_a, "k_norm"_a, "heads"_a, "kv_heads"_a,
-           "head_dim"_a, "rotary"_a, "rope_base"_a, "norm_eps"_a);
-  nb::class_<DecodeLayer>(m, "DecodeLayer")
-      .def(nb::init<mx::array, mx::array, std::optional<DeltaLayer>, std::optional<AttentionLayer>,
-                    MoeLayer>(),
-           "input_norm"_a, "post_norm"_a, "delta"_a.none(), "attention"_a.none(), "moe"_a);
   nb::class_<Plan>(m, "DecodePlan", "The weights that a decode step runs with; immutable.")
       .def(
           "__init__",
-          [](Plan* self, Weight embedding, std::vector<DecodeLayer> layers, mx::array final_norm,
-             Weight head, mx::Dtype dtype, float eps) {
-            auto plan = std::make_shared<DecodePlan>(
-                DecodePlan{std::move(embedding), std::move(layers), std::move(final_norm),
-                           std::move(head), dtype, eps, nullptr, nullptr});
+          [](Plan* self, nb::dict weights) {
+            auto plan = std::make_shared<DecodePlan>();
+            plan->model = to_model_weights(weights);
+            plan->dtype = dtype_of(plan->model.t);
             {
               nb::gil_scoped_release release;
               plan->prepare();
             }
             new (self) Plan{std::move(plan)};
           },
-          "embedding"_a, "layers"_a, "final_norm"_a, "head"_a, "dtype"_a, "eps"_a)
+          "weights"_a, "weights: as lily_mlx.spec.weights gives them.")
       .def_prop_ro(
-          "programs", [](const Plan& p) { return programs_of(*p.shared)->size(); },
+          "programs",
+          [](const Plan& p) { return p.shared->programs ? p.shared->programs->size() : 0; },
           "How many Programs are kept, for capacities and options that were used.");
   nb::class_<State>(m, "DecodeState", "The caches of one sequence while the decode step owns them.")
       .def(

@@ -421,7 +421,7 @@ int Program::add(Dispatch d) {
   return static_cast<int>(dispatches_.size()) - 1;
 }
 
-int Program::pipeline_of(const Dispatch& d) {
+Pipeline pipeline_of(const Dispatch& d) {
   std::vector<Constant> constants = d.constants;
   std::sort(constants.begin(), constants.end(),
             [](const Constant& a, const Constant& b) { return a.id < b.id; });
@@ -429,11 +429,16 @@ int Program::pipeline_of(const Dispatch& d) {
   for (const Constant& c : constants) {
     key.append("_").append(std::to_string(c.id)).append(":").append(c.value.to_string());
   }
+  return {d.kernel, std::move(constants), key};
+}
+
+int Program::pipeline_of(const Dispatch& d) {
+  Pipeline pipeline = lily::pipeline_of(d);
   auto it = std::find_if(pipelines_.begin(), pipelines_.end(),
-                         [&](const Pipeline& p) { return p.key == key; });
+                         [&](const Pipeline& p) { return p.key == pipeline.key; });
   int index = static_cast<int>(it - pipelines_.begin());
   if (it == pipelines_.end()) {
-    pipelines_.push_back({d.kernel, std::move(constants), key});
+    pipelines_.push_back(std::move(pipeline));
   }
   return index;
 }

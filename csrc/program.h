@@ -129,6 +129,8 @@ struct Pipeline {
   std::string key;
 };
 
+Pipeline pipeline_of(const Dispatch& d);
+
 // Where a slot's first byte is. Conflicts are overlaps of byte ranges in one buffer.
 struct Location {
   uint64_t buffer;

@@ -10,14 +10,12 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
-import itertools
 import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 FOLDER = Path(__file__).parent / "ptx_kernels"
@@ -136,150 +134,36 @@ def _write(path: Path, text: str) -> None:
 
 
 def decode_pipelines(
-    text_shapes: dict[str, Any],
-    capacities: Iterable[int],
-    options: dict[str, Any] | None = None,
+    shapes: dict[str, Any], capacities: Iterable[int], options: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The pipelines of a decode step, by key, over KV capacities on every side of its switches.
+    """The pipelines of a decode step on an NVIDIA GPU, by key.
 
     Args:
-        text_shapes: as `lily_mlx.trace.dims` gives them.
+        shapes: as `lily_mlx.spec.model` gives them.
         capacities: rows of keys and values.
-        options: of the decode step, beside those that the NVIDIA backend always sets.
+        options: changes to the options that the NVIDIA backend starts with.
     """
     from lily_mlx import _ext, kernels
 
     kernels.load()
-    found: dict[str, Any] = {}
-    shapes = distinct_layers(text_shapes)
-    for capacity in capacities:
-        program = _ext.decode_program(shapes, capacity, NVIDIA | (options or {})).program
-        found |= {pipeline["key"]: pipeline for pipeline in program.pipelines}
-    return found
+    found = _ext.step_pipelines("cuda", shapes, list(capacities), options or {})
+    return {p["key"]: p for p in found}
 
 
-def distinct_layers(text_shapes: dict[str, Any]) -> dict[str, Any]:
-    """The shapes with one layer of each kind, and the last; the others run the same pipelines. The
-    last one's pick has no next layer to ask for weights of."""
-    *others, last = text_shapes["layers"]
-    layers: list[dict[str, Any]] = []
-    for layer in others:
-        if layer not in layers:
-            layers.append(layer)
-    return {**text_shapes, "layers": [*layers, last]}
-
-
-# Rows of x and weight rows that between them use every kernel of a projection and of an MoE block.
-_ROWS = (1, 5, 9, 17, 33, 512, 1024, 65536)
-_COLUMNS = (128, 4096, 65536)
-
-
-@functools.cache
-def layer_pipelines(
-    kind: str,
-    dtype: str,
-    formats: frozenset[tuple[int, int]] = frozenset(),
-    experts: int = 0,
-    top_k: int = 0,
-) -> Mapping[str, Any]:
-    """The pipelines of a layer primitive on an NVIDIA GPU, by key, for any number of rows.
-
-    Args:
-        kind: "project", "moe", "gated_delta" or "attention".
-        formats: (bits, group) of the weights, bits 0 for plain ones.
-        experts, top_k: of an MoE block.
-    """
+def layer_pipelines(shapes: dict[str, Any]) -> dict[str, Any]:
+    """The pipelines of a model's layer primitives on an NVIDIA GPU, by key, for any rows."""
     from lily_mlx import _ext, kernels
 
     kernels.load()
-    built = []
-    if kind == "attention":
-        built.append(_ext.attention_prepare_program(dtype, 256, 64))
-    if kind == "gated_delta":
-        built.append(_ext.gated_delta_program(dtype, 1, 32, 1, 1, 1e-6, scan="apart"))
-    # The last has 32 rows an expert, also where experts are few.
-    row_counts = {*_ROWS, 32 * experts // max(1, top_k)}
-    for bits, group in formats:
-        if kind == "project":  # embeddings are asked for as projections
-            built.append(_ext.embed_program(dtype, 1, (128, 128, bits, group, 1)))
-        for rows, columns in itertools.product(sorted(row_counts - {0}), _COLUMNS):
-            matrix = (columns, 128, bits, group, 1)
-            if kind == "project":
-                kernel = "gemv_rows" if rows <= 16 else "qgemm"
-                built += [
-                    _ext.project_program(dtype, kernel, rows, [matrix], float32, UNIT)
-                    for float32 in (False, True)
-                ]
-            if kind == "moe":
-                kernel = "moe_rows" if rows <= 16 else "moe_gemm"
-                dims = _moe_dims(columns, bits, group, experts, top_k)
-                built.append(_ext.moe_program(dtype, kernel, rows, dims, UNIT))
-    return MappingProxyType({p["key"]: p for b in built for p in b.program.pipelines})
+    return {p["key"]: p for p in _ext.layer_pipelines("cuda", shapes)}
 
 
-def _moe_dims(hidden: int, bits: int, group: int, experts: int, top_k: int) -> dict[str, Any]:
-    into, out = (128, hidden, bits, group), (hidden, 128, bits, group)
-    return {
-        "gate": (*into, experts),
-        "up": (*into, experts),
-        "down": (*out, experts),
-        "shared_gate": (*into, 1),
-        "shared_up": (*into, 1),
-        "shared_down": (*out, 1),
-        "router": (experts, hidden, bits, group, 1),
-        "shared_router": (1, hidden, bits, group, 1),
-        "top_k": top_k,
-        "normalize": True,
-    }
-
-
-def prefill_pipelines(text_shapes: dict[str, Any]) -> dict[str, Any]:
-    """The pipelines of a model's layer primitives, by key.
-
-    Args:
-        text_shapes: as `lily_mlx.trace.dims` gives them.
-    """
-    dtype = text_shapes["dtype"]
-    tables = {name: text_shapes[name] for name in ("embedding", "head")}
-    found = dict(layer_pipelines("project", dtype, _formats(tables)))
-    for layer in text_shapes["layers"]:
-        mixer, moe = layer.get("delta") or layer["attention"], layer["moe"]
-        found |= layer_pipelines("project", dtype, _formats(mixer))
-        found |= layer_pipelines("moe", dtype, _formats(moe), moe["router"][0], moe["top_k"])
-        found |= layer_pipelines("gated_delta" if "delta" in layer else "attention", dtype)
-    return found
-
-
-def _formats(part: dict[str, Any]) -> frozenset[tuple[int, int]]:
-    return frozenset((m[2], m[3]) for m in part.values() if isinstance(m, (tuple, list)))
-
-
-def missing(kind: str, shape: dict[str, Any]) -> list[str]:
-    """Pipelines of a layer primitive that nobody has compiled.
-
-    Args:
-        shape: the fields of a `selection.query`.
-    """
+def missing(keys: Iterable[str]) -> list[str]:
+    """Those of the pipelines that nobody has compiled."""
     from lily_mlx import _ext
 
     _register_once()
-    formats = frozenset(
-        (bits, group)
-        for bits in _list(shape.get("bits", ()))
-        for group in (_list(shape.get("group", 32)) if bits else [32])
-    )
-    needed = layer_pipelines(
-        kind,
-        _list(shape["dtype"])[0],
-        formats,
-        _list(shape.get("experts", 0))[0],
-        _list(shape.get("top_k", 0))[0],
-    )
-    return [key for key in needed if not _ext.cuda_has_kernel(key)]
-
-
-def _list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    return [key for key in keys if not _ext.cuda_has_kernel(key)]
 
 
 @functools.cache
@@ -288,12 +172,6 @@ def _register_once() -> None:
 
     register(_ext.cuda_add_kernel)
 
-
-UNIT = "nvidia"
-"""The matrix unit that the NVIDIA backend's GEMMs are compiled for."""
-
-NVIDIA = {"nvidia": True}
-"""Options of the decode step with which the NVIDIA backend starts."""
 
 CAPACITIES = (1024, 1280, 8192, 32768, 131072)
 """KV capacities that between them use every way to cut the cache."""
@@ -312,10 +190,10 @@ def packaged() -> dict[str, Any]:
 
 def model_pipelines(model: Any) -> dict[str, Any]:
     """The pipelines of a loaded model's decode step and layer primitives, by key."""
-    from lily_mlx import trace
+    from lily_mlx import spec
 
-    shapes = trace.dims(model.language_model)
-    return decode_pipelines(shapes, CAPACITIES) | prefill_pipelines(shapes)
+    shapes = spec.model(model.language_model)
+    return decode_pipelines(shapes, CAPACITIES) | layer_pipelines(shapes)
 
 
 def main(argv: list[str] | None = None) -> None:

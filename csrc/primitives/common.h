@@ -6,10 +6,11 @@
 #include <string>
 #include <vector>
 
+#include "choice.h"
 #include "mlx/array.h"
 #include "mlx/primitives.h"
 #include "mlx/utils.h"
-#include "reference/types.h"
+#include "spec.h"
 
 namespace lily {
 
@@ -24,6 +25,8 @@ struct Weight {
   int bits = 0;
   int group = 0;
 
+  Weight() : weight(mx::Shape{0, 0}, mx::float32, nullptr, {}) {}
+  // Throws std::invalid_argument for a format that has no kernel on any device.
   Weight(mx::array weight, std::optional<mx::array> scales, std::optional<mx::array> biases,
          int bits, int group);
 
@@ -31,7 +34,7 @@ struct Weight {
     return weight.shape(-2);
   }
   int cols() const {
-    return bits == 0 ? weight.shape(-1) : weight.shape(-1) * (32 / bits);
+    return bits == 0 ? weight.shape(-1) : weight.shape(-1) * 32 / bits;
   }
   int experts() const {
     return weight.ndim() == 3 ? weight.shape(0) : 1;
@@ -39,7 +42,18 @@ struct Weight {
   mx::Dtype dtype() const {
     return bits == 0 ? weight.dtype() : scales->dtype();
   }
+  MatrixSpec spec() const;
 };
+
+// What stands for a weight in a plan (spec.h).
+struct Weights {
+  using Matrix = Weight;
+  using Vector = std::optional<mx::array>;
+};
+
+VectorSpec spec_of(const mx::array& vector);
+// Shapes, formats and dtypes of a part of a plan.
+ModelSpec specs_of(const Model<Weights>& model);
 
 // How a Weight lies in a primitive's inputs: weight, then scales and biases when bits != 0.
 struct Format {
@@ -48,10 +62,14 @@ struct Format {
 };
 
 Type type_of(mx::Dtype dtype, const char* what);
+mx::Dtype dtype_of(Type t);
 
 // Appends w's arrays to inputs and returns its format.
 Format append(const Weight& w, std::vector<mx::array>& inputs);
 
+// Shapes of the matrices at in[cursor ...].
+std::vector<MatrixSpec> specs_at(const std::vector<mx::array>& inputs, size_t cursor,
+                                 const std::vector<Format>& formats);
 // Reads the matrix at inputs[cursor] and moves the cursor past it. Evaluated arrays only.
 Matrix matrix_at(const std::vector<mx::array>& inputs, size_t& cursor, Format format);
 Matrix matrix_of(const Weight& w);
@@ -85,7 +103,7 @@ class Primitive : public mx::Primitive {
 
  protected:
   // Queues this primitive's Program on the stream, where its kernels run there
-  // (programs/metal_host.h). Outputs are allocated. False: nothing was queued.
+  // (run.h). Outputs are allocated. False: nothing was queued.
   virtual bool run_program(const std::vector<mx::array>&, std::vector<mx::array>&) {
     return false;
   }

@@ -12,51 +12,9 @@
 #include <vector>
 
 #include "primitives/gpu_decode.h"
-#include "primitives/layers.h"
+#include "primitives/plan.h"
 
 namespace lily {
-
-struct DeltaLayer {
-  Weight qkv, z, b, a, out;
-  mx::array conv, A_log, dt_bias, norm;
-  int key_heads, value_heads, key_dim, value_dim;
-  float norm_eps;
-};
-
-struct AttentionLayer {
-  Weight q, k, v, out;
-  mx::array q_norm, k_norm;
-  int heads, kv_heads, head_dim, rotary;
-  float rope_base, norm_eps;
-};
-
-struct DecodeLayer {
-  mx::array input_norm, post_norm;
-  std::optional<DeltaLayer> delta;
-  std::optional<AttentionLayer> attention;
-  MoeLayer moe;
-};
-
-struct HostPlan;
-class DecodePrograms;
-class StepPool;
-
-// The model's weights, evaluated and checked once; immutable afterwards.
-struct DecodePlan {
-  Weight embedding;
-  std::vector<DecodeLayer> layers;
-  mx::array final_norm;
-  Weight head;
-  mx::Dtype dtype;  // of activations
-  float eps;
-  mutable std::shared_ptr<DecodePrograms> programs;  // see programs_of
-  mutable std::shared_ptr<HostPlan> host;            // these with weights bound, on the Metal host
-  mutable std::shared_ptr<StepPool> steps;           // what ended sequences leave, on NVIDIA
-
-  // Evaluates every array and throws on the first that does not fit.
-  void prepare();
-  std::vector<const mx::array*> arrays() const;
-};
 
 // The caches of one sequence. A layer has (conv state, delta state) or (keys, values), absent until
 // first needed. Buffers are written in place only while nothing else holds them; otherwise the step
@@ -64,7 +22,7 @@ struct DecodePlan {
 class DecodeState {
  public:
   DecodeState(std::shared_ptr<const DecodePlan> plan)
-      : plan_(std::move(plan)), layers_(plan_->layers.size()) {}
+      : plan_(std::move(plan)), layers_(plan_->model.layers.size()) {}
 
   // Takes a layer's arrays over from Python. They are made contiguous and evaluated here.
   void put(int layer, std::optional<mx::array> first, std::optional<mx::array> second);

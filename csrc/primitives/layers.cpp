@@ -4,7 +4,12 @@
 
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
-#include "programs/metal_host.h"
+#include "ops/attention.h"
+#include "ops/embed_head.h"
+#include "ops/gated_delta.h"
+#include "ops/linear.h"
+#include "ops/moe.h"
+#include "run.h"
 
 namespace lily {
 namespace {
@@ -47,7 +52,16 @@ class RmsNorm : public Primitive {
 
  protected:
   bool run_program(const Arrays& in, Arrays& out) override {
-    return host::rms_norm(stream(), in, out, eps_);
+    const Target target = target_of(stream());
+    if (target == Target::cpu) {
+      return false;
+    }
+    const Type t = type_of(in[0].dtype(), "x");
+    const int rows = static_cast<int>(rows_of(in[0])), dim = in[0].shape(-1);
+    return run_layer(
+        stream(), "rms_norm", rms_norm_kernel(target, t, spec_of(in[1])),
+        Key() << name_of(t) << rows << dim << eps_,
+        [&] { return rms_norm_program(target, t, rows, dim, eps_); }, in, out);
   }
 
  private:
@@ -94,7 +108,22 @@ class Project : public Primitive {
 
  protected:
   bool run_program(const Arrays& in, Arrays& out) override {
-    return host::project(stream(), in, out, formats_);
+    const Target target = target_of(stream());
+    if (target == Target::cpu) {
+      return false;
+    }
+    const Type t = type_of(in[0].dtype(), "x");
+    const int rows = static_cast<int>(rows_of(in[0]));
+    const bool float32 = out[0].dtype() == mx::float32;
+    const std::vector<MatrixSpec> matrices = specs_at(in, 1, formats_);
+    Key key;
+    key << name_of(t) << rows << float32;
+    for (const MatrixSpec& m : matrices) {
+      key << m;
+    }
+    return run_layer(
+        stream(), "project", linear_kernel(target, t, matrices, rows, float32), key,
+        [&] { return linear_program(target, t, rows, matrices, float32); }, in, out);
   }
 
  private:
@@ -122,13 +151,22 @@ class Embed : public Primitive {
   }
   std::vector<mx::Shape> output_shapes(const Arrays& in) override {
     mx::Shape shape = in[0].shape();
-    shape.push_back(in[1].shape(-1) * (format_.bits == 0 ? 1 : 32 / format_.bits));
+    shape.push_back(format_.bits == 0 ? in[1].shape(-1) : in[1].shape(-1) * 32 / format_.bits);
     return {shape};
   }
 
  protected:
   bool run_program(const Arrays& in, Arrays& out) override {
-    return host::embed(stream(), in, out, format_);
+    const Target target = target_of(stream());
+    if (target == Target::cpu) {
+      return false;
+    }
+    const Type t = type_of(out[0].dtype(), "output");
+    const int count = static_cast<int>(in[0].size());
+    const MatrixSpec table = specs_at(in, 1, {format_})[0];
+    return run_layer(
+        stream(), "embed", embed_kernel(target, t, table), Key() << name_of(t) << count << table,
+        [&] { return embed_program(target, t, count, table); }, in, out);
   }
 
  private:
@@ -136,14 +174,13 @@ class Embed : public Primitive {
 };
 
 // inputs: qkv z b a conv A_log dt_bias norm [conv_state] [state] [mask] [lengths]
-class GatedDelta : public Primitive {
+class GatedDeltaOp : public Primitive {
  public:
   struct Options {
-    int Hk, Hv, Dk, Dv;
-    float eps;
+    GatedDeltaShape shape;
     bool has_conv_state, has_state, has_mask, has_lengths;
   };
-  GatedDelta(mx::Stream s, Options o) : Primitive(s), o_(o) {}
+  GatedDeltaOp(mx::Stream s, Options o) : Primitive(s), o_(o) {}
 
   void eval_cpu(const Arrays& in, Arrays& out) override {
     for (auto& a : out) {
@@ -155,12 +192,12 @@ class GatedDelta : public Primitive {
     reference::DeltaShape shape{type_of(in[0].dtype(), "qkv"),
                                 in[0].shape(0),
                                 in[0].shape(1),
-                                o_.Hk,
-                                o_.Hv,
-                                o_.Dk,
-                                o_.Dv,
-                                in[4].shape(1),
-                                o_.eps};
+                                o_.shape.key_heads,
+                                o_.shape.value_heads,
+                                o_.shape.key_dim,
+                                o_.shape.value_dim,
+                                o_.shape.conv_width,
+                                o_.shape.eps};
     reference::DeltaWeights w{type_of(in[4].dtype(), "conv weight"), in[4].data<char>(),
                               type_of(in[5].dtype(), "A_log"),       in[5].data<char>(),
                               type_of(in[6].dtype(), "dt_bias"),     in[6].data<char>(),
@@ -189,15 +226,30 @@ class GatedDelta : public Primitive {
   }
   std::vector<mx::Shape> output_shapes(const Arrays& in) override {
     const int B = in[0].shape(0);
-    return {{B, in[0].shape(1), o_.Hv * o_.Dv},
-            {B, in[4].shape(1) - 1, in[0].shape(2)},
-            {B, o_.Hv, o_.Dv, o_.Dk}};
+    const GatedDeltaShape& d = o_.shape;
+    return {{B, in[0].shape(1), d.value_heads * d.value_dim},
+            {B, d.conv_width - 1, d.channels()},
+            {B, d.value_heads, d.value_dim, d.key_dim}};
   }
 
  protected:
   bool run_program(const Arrays& in, Arrays& out) override {
-    return host::gated_delta(stream(), in, out, o_.Hk, o_.Hv, o_.Dk, o_.Dv, o_.eps,
-                             o_.has_conv_state, o_.has_state, o_.has_mask, o_.has_lengths);
+    const Target target = target_of(stream());
+    if (target == Target::cpu) {
+      return false;
+    }
+    const Type t = type_of(in[0].dtype(), "qkv");
+    const GatedDeltaShape& d = o_.shape;
+    const GatedDeltaRows rows{in[0].shape(0), in[0].shape(1), o_.has_conv_state,
+                              o_.has_state,   o_.has_mask,    o_.has_lengths};
+    const GatedDeltaVectors v{spec_of(in[4]), spec_of(in[5]), spec_of(in[6]), spec_of(in[7])};
+    Key key;
+    key << name_of(t) << rows.B << rows.T << d.key_heads << d.value_heads << d.eps
+        << rows.has_conv_state << rows.has_state << rows.has_mask << rows.has_lengths;
+    return run_layer(
+        stream(), "gated_delta",
+        gated_delta_kernel(target, t, d, v, rows.B * rows.T, rows.has_mask || rows.has_lengths),
+        key, [&] { return gated_delta_program(target, t, d, rows, scan_for(target)); }, in, out);
   }
 
  private:
@@ -207,8 +259,7 @@ class GatedDelta : public Primitive {
 // inputs: q_gate k q_norm k_norm offset
 class AttentionPrepare : public Primitive {
  public:
-  AttentionPrepare(mx::Stream s, int H, int Hkv, int rotary, float base, float eps)
-      : Primitive(s), H_(H), Hkv_(Hkv), rotary_(rotary), base_(base), eps_(eps) {}
+  AttentionPrepare(mx::Stream s, lily::AttentionShape shape) : Primitive(s), shape_(shape) {}
 
   void eval_cpu(const Arrays& in, Arrays& out) override {
     allocate(out[0]);
@@ -219,12 +270,12 @@ class AttentionPrepare : public Primitive {
     reference::AttentionShape shape{type_of(in[0].dtype(), "q"),
                                     in[0].shape(0),
                                     in[0].shape(1),
-                                    H_,
-                                    Hkv_,
-                                    out[0].shape(3),
-                                    rotary_,
-                                    base_,
-                                    eps_,
+                                    shape_.heads,
+                                    shape_.kv_heads,
+                                    shape_.head_dim,
+                                    shape_.rotary,
+                                    shape_.base,
+                                    shape_.eps,
                                     type_of(in[2].dtype(), "q_norm")};
     encoder(stream()).dispatch([shape, in_q = in[0].data<char>(), in_k = in[1].data<char>(),
                                 q_norm = in[2].data<char>(), k_norm = in[3].data<char>(),
@@ -242,18 +293,29 @@ class AttentionPrepare : public Primitive {
     return "LilyAttentionPrepare";
   }
   std::vector<mx::Shape> output_shapes(const Arrays& in) override {
-    const int B = in[0].shape(0), T = in[0].shape(1), D = in[1].shape(2) / Hkv_;
-    return {{B, H_, T, D}, {B, Hkv_, T, D}};
+    const int B = in[0].shape(0), T = in[0].shape(1), D = shape_.head_dim;
+    return {{B, shape_.heads, T, D}, {B, shape_.kv_heads, T, D}};
   }
 
  protected:
   bool run_program(const Arrays& in, Arrays& out) override {
-    return host::attention_prepare(stream(), in, out, H_, Hkv_, rotary_, base_, eps_);
+    const Target target = target_of(stream());
+    if (target == Target::cpu) {
+      return false;
+    }
+    const Type t = type_of(in[0].dtype(), "q");
+    const AttentionRows rows{in[0].shape(0), in[0].shape(1), in[4].size() > 1};
+    Key key;
+    key << name_of(t) << rows.B << rows.T << rows.offset_each << shape_.heads << shape_.kv_heads
+        << shape_.rotary << shape_.base << shape_.eps;
+    return run_layer(
+        stream(), "attention_prepare",
+        attention_kernel(target, t, shape_, spec_of(in[2]), spec_of(in[3]), "none"), key,
+        [&] { return attention_prepare_program(target, t, shape_, rows); }, in, out);
   }
 
  private:
-  int H_, Hkv_, rotary_;
-  float base_, eps_;
+  lily::AttentionShape shape_;
 };
 
 // inputs: q keys values q_gate [mask]
@@ -264,7 +326,10 @@ class Attend : public Primitive {
 
   void eval_cpu(const Arrays& in, Arrays& out) override {
     allocate(out[0]);
-    host::attend();  // counts that the reference runs
+    if (metal_host()) {
+      count_run("attend", "reference",
+                "on a GPU this is mx.fast.scaled_dot_product_attention, MLX's own kernel");
+    }
     const auto &q = in[0], &k = in[1], &v = in[2];
     if (k.strides(3) != 1 || v.strides(3) != 1) {
       fail(name(), "keys and values must be contiguous along head_dim; use mx.contiguous");
@@ -304,10 +369,10 @@ class Attend : public Primitive {
   bool causal_, has_mask_;
 };
 
-class Moe : public Primitive {
+class MoeOp : public Primitive {
  public:
-  Moe(mx::Stream s, std::vector<Format> formats, int top_k, bool normalize)
-      : Primitive(s), formats_(std::move(formats)), top_k_(top_k), normalize_(normalize) {}
+  MoeOp(mx::Stream s, std::vector<Format> formats, MoeShape shape)
+      : Primitive(s), formats_(std::move(formats)), shape_(shape) {}
 
   void eval_cpu(const Arrays& in, Arrays& out) override {
     allocate(out[0]);
@@ -321,8 +386,8 @@ class Moe : public Primitive {
                       &w.shared_down, &w.shared_router}) {
       *m = matrix_at(in, cursor, formats_[i++]);
     }
-    w.top_k = top_k_;
-    w.normalize = normalize_;
+    w.top_k = shape_.top_k;
+    w.normalize = shape_.normalize;
     encoder(stream()).dispatch(
         [w, x = in[0].data<char>(), rows = rows_of(in[0]), y = out[0].data<char>()] {
           reference::moe(w, x, static_cast<int>(rows), y);
@@ -337,13 +402,27 @@ class Moe : public Primitive {
 
  protected:
   bool run_program(const Arrays& in, Arrays& out) override {
-    return host::moe(stream(), in, out, formats_, top_k_, normalize_);
+    const Target target = target_of(stream());
+    if (target == Target::cpu) {
+      return false;
+    }
+    const Type t = type_of(in[0].dtype(), "x");
+    const int rows = static_cast<int>(rows_of(in[0]));
+    const std::vector<MatrixSpec> matrices = specs_at(in, 1, formats_);
+    Moe<Specs> spec;
+    spec.shape = shape_;
+    Key key;
+    key << name_of(t) << rows << shape_.top_k << shape_.normalize;
+    size_t i = 0;
+    Moe<Specs>::visit([&](Member, MatrixSpec& m) { key << (m = matrices[i++]); }, spec);
+    return run_layer(
+        stream(), "moe", moe_kernel(target, t, spec, rows), key,
+        [&] { return moe_program(target, t, rows, spec); }, in, out);
   }
 
  private:
   std::vector<Format> formats_;
-  int top_k_;
-  bool normalize_;
+  MoeShape shape_;
 };
 
 void check_ndim(const char* op, const char* what, const mx::array& a, size_t ndim) {
@@ -473,18 +552,14 @@ Arrays gated_delta(const mx::array& qkv, const mx::array& z, const mx::array& b,
   if (lengths) {
     in.push_back(contiguous(mx::broadcast_to(mx::astype(*lengths, mx::int32, s), {B}, s), s));
   }
-  GatedDelta::Options o{Hk,
-                        Hv,
-                        Dk,
-                        Dv,
-                        eps,
-                        conv_state.has_value(),
-                        state.has_value(),
-                        mask.has_value(),
-                        lengths.has_value()};
+  GatedDeltaOp::Options o{{Hk, Hv, Dk, Dv, width, eps},
+                          conv_state.has_value(),
+                          state.has_value(),
+                          mask.has_value(),
+                          lengths.has_value()};
   return mx::array::make_arrays({{B, T, Hv * Dv}, {B, width - 1, channels}, {B, Hv, Dv, Dk}},
                                 {qkv.dtype(), qkv.dtype(), mx::float32},
-                                std::make_shared<GatedDelta>(s, o), in);
+                                std::make_shared<GatedDeltaOp>(s, o), in);
 }
 
 Arrays attention_prepare(const mx::array& q_gate, const mx::array& k, const mx::array& q_norm,
@@ -518,9 +593,10 @@ Arrays attention_prepare(const mx::array& q_gate, const mx::array& k, const mx::
     in.push_back(contiguous(*x, s));
   }
   in.push_back(contiguous(mx::astype(offset, mx::int32, s), s));
-  return mx::array::make_arrays({{B, H, T, D}, {B, Hkv, T, D}}, {q_gate.dtype(), q_gate.dtype()},
-                                std::make_shared<AttentionPrepare>(s, H, Hkv, rotary, base, eps),
-                                in);
+  return mx::array::make_arrays(
+      {{B, H, T, D}, {B, Hkv, T, D}}, {q_gate.dtype(), q_gate.dtype()},
+      std::make_shared<AttentionPrepare>(s, lily::AttentionShape{H, Hkv, D, rotary, base, eps}),
+      in);
 }
 
 mx::array attend(const mx::array& q, const mx::array& keys, const mx::array& values,
@@ -558,30 +634,31 @@ mx::array attend(const mx::array& q, const mx::array& keys, const mx::array& val
                    in);
 }
 
-void MoeLayer::check(int hidden) const {
+void check(const MoeLayer& m, int hidden) {
   const char* op = "moe";
-  for (auto& [name, w] : {std::pair<const char*, const Weight*>{"router", &router},
-                          {"gate_proj", &gate},
-                          {"up_proj", &up},
-                          {"shared gate_proj", &shared_gate},
-                          {"shared up_proj", &shared_up},
-                          {"shared_expert_gate", &shared_router}}) {
+  for (auto& [name, w] : {std::pair<const char*, const Weight*>{"router", &m.router},
+                          {"gate_proj", &m.gate},
+                          {"up_proj", &m.up},
+                          {"shared gate_proj", &m.shared_gate},
+                          {"shared up_proj", &m.shared_up},
+                          {"shared_expert_gate", &m.shared_router}}) {
     check_columns(op, name, *w, hidden);
   }
-  const int experts = router.rows();
-  if (top_k < 1 || top_k > experts) {
-    fail(op, "top_k is " + std::to_string(top_k) + " of " + std::to_string(experts) + " experts");
+  const int experts = m.router.rows();
+  if (m.shape.top_k < 1 || m.shape.top_k > experts) {
+    fail(op, "top_k is " + std::to_string(m.shape.top_k) + " of " + std::to_string(experts) +
+                 " experts");
   }
-  for (auto* w : {&gate, &up, &down}) {
+  for (auto* w : {&m.gate, &m.up, &m.down}) {
     if (w->weight.ndim() != 3 || w->experts() != experts) {
       fail(op, "an expert weight has shape " + shape_text(w->weight) + " for " +
                    std::to_string(experts) + " experts");
     }
   }
-  check_columns(op, "down_proj", down, gate.rows());
-  check_columns(op, "shared down_proj", shared_down, shared_gate.rows());
-  if (up.rows() != gate.rows() || shared_up.rows() != shared_gate.rows() || down.rows() != hidden ||
-      shared_down.rows() != hidden || shared_router.rows() != 1) {
+  check_columns(op, "down_proj", m.down, m.gate.rows());
+  check_columns(op, "shared down_proj", m.shared_down, m.shared_gate.rows());
+  if (m.up.rows() != m.gate.rows() || m.shared_up.rows() != m.shared_gate.rows() ||
+      m.down.rows() != hidden || m.shared_down.rows() != hidden || m.shared_router.rows() != 1) {
     fail(op, "gate_proj, up_proj, down_proj or shared_expert_gate do not fit each other");
   }
 }
@@ -592,14 +669,11 @@ mx::array moe(const mx::array& x, const MoeLayer& layer, mx::StreamOrDevice s_) 
   if (x.ndim() == 0) {
     fail("moe", "x needs an axis");
   }
-  layer.check(x.shape(-1));
+  check(layer, x.shape(-1));
   Arrays in{contiguous(x, s)};
   std::vector<Format> formats;
-  for (const Weight* w : layer.weights()) {
-    formats.push_back(append(*w, in));
-  }
-  return mx::array(x.shape(), x.dtype(),
-                   std::make_shared<Moe>(s, formats, layer.top_k, layer.normalize), in);
+  MoeLayer::visit([&](Member, const Weight& w) { formats.push_back(append(w, in)); }, layer);
+  return mx::array(x.shape(), x.dtype(), std::make_shared<MoeOp>(s, formats, layer.shape), in);
 }
 
 }  // namespace lily

@@ -6,13 +6,14 @@ import pytest
 import small
 
 from lily_mlx import decode, kernels, ops
-from lily_mlx.layers.linear import weight_of
+from lily_mlx.spec import weight_of
 
 
 def embedding():
     table = nn.QuantizedEmbedding(9, 128, 64, 4)
+    table.set_dtype(mx.bfloat16)
     mx.eval(table.parameters())
-    return lambda: ops.embed(mx.array([[1, 8]]), weight_of(table), mx.float32)
+    return lambda: ops.embed(mx.array([[1, 8]]), weight_of(table), mx.bfloat16)
 
 
 def test_a_kernel_that_does_not_compile(monkeypatch):
@@ -58,7 +59,7 @@ def test_a_step_that_cannot_be_compiled_changes_nothing(monkeypatch):
 
 def test_options_that_are_not_known():
     with pytest.raises(ValueError, match="fuse_everything"):
-        kernels.start_metal_host(decode={"fuse_everything": True})
+        kernels.start_metal_host(step={"fuse_everything": True})
 
 
 def test_tied_embeddings_share_their_bytes_in_a_program():

@@ -2,34 +2,31 @@
 // name.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "choice.h"
 #include "program.h"
-#include "reference/types.h"
+#include "spec.h"
 
 namespace lily {
 
-// Shape and format of a weight: [rows, cols] or [experts, rows, cols], bits 0 = plain elements.
-struct MatrixDims {
-  int rows = 0;
-  int cols = 0;
-  int bits = 0;
-  int group = 0;
-  int experts = 1;
-};
-
 struct MatrixSlots {
-  MatrixDims dims;
-  Type t;  // of scales and biases, or of plain elements
+  MatrixSpec spec;
   SlotId w, scales, biases;
 
   bool quantized() const {
-    return dims.bits != 0;
+    return spec.bits != 0;
   }
+};
+
+struct Slots {
+  using Matrix = MatrixSlots;
+  using Vector = SlotId;
 };
 
 using Constants = std::vector<std::pair<const char*, Value>>;
@@ -38,24 +35,34 @@ inline int ceil_div(int a, int b) {
   return (a + b - 1) / b;
 }
 
-// Activation dtype as kernel names spell it: "bf16", "f16", "f32"; prefill kernels say "fp16".
+// The greatest power of two that divides n, at most `most`.
+inline int largest_power(int n, int most) {
+  return std::min(n & -n, most);
+}
+
+// Activation dtype as kernel names spell it: "bf16", "f16"; kernels of several rows say "fp16".
 std::string suffix(Type t);
-std::string prefill_suffix(Type t);
+std::string rows_suffix(Type t);
 
 // Bits as kernels count them: of a plain element where the weight is not quantized.
-inline int kernel_bits(const MatrixDims& d, Type t) {
-  return d.bits != 0 ? d.bits : static_cast<int>(8 * size_of(t));
+inline int kernel_bits(const MatrixSpec& m, Type t) {
+  return m.bits != 0 ? m.bits : static_cast<int>(8 * size_of(t));
 }
 
 // Sets each constant that the kernel has from `values`, by name. Throws for one without a value.
 void set_constants(Dispatch& d, const Constants& values);
 
+// Threads of NVIDIA's forms are tuned for a GPU with this many.
+constexpr int kMultiprocessors = 132;
+
 // A Program under construction for activations of one dtype.
 class Builder {
  public:
-  Builder(std::string name, Type t) : program(std::move(name)), t(t) {}
+  Builder(std::string name, Target target, Type t)
+      : program(std::move(name)), target(target), t(t) {}
 
   Program program;
+  const Target target;
   const Type t;
   int layer = -1;  // of the dispatches that follow
   std::string phase;
@@ -64,8 +71,12 @@ class Builder {
     return values * size_of(t);
   }
   // Slots NAME.weight, NAME.scales, NAME.biases; each is appended to `weights`.
-  MatrixSlots matrix(const std::string& name, const MatrixDims& d);
+  MatrixSlots matrix(const std::string& name, MatrixSpec spec);
   SlotId weight(const std::string& name, size_t bytes);
+  // The same by a spec, for convert of spec.h.
+  auto weight_slots() {
+    return [this](const std::string& path, const auto& spec) { return slots_of(path, spec); };
+  }
   SlotId input(const std::string& name, size_t bytes);
   SlotId output(const std::string& name, size_t bytes);
   SlotId scratch(const std::string& name, size_t bytes);
@@ -81,10 +92,18 @@ class Builder {
     std::vector<char> data;
   };
   std::vector<Table> tables;
+
+ private:
+  MatrixSlots slots_of(const std::string& path, const MatrixSpec& m) {
+    return matrix(path, m);
+  }
+  SlotId slots_of(const std::string& path, const VectorSpec& v) {
+    return weight(path, size_t(v.size) * size_of(v.t));
+  }
 };
 
 // Of a matrix's codes or plain weights, all experts.
-size_t code_bytes(const MatrixDims& d, Type t);
+size_t code_bytes(const MatrixSpec& m);
 
 // Reads the matrix: codes, and scales and biases where it is quantized. `experts`: of how many
 // experts bytes are moved, all by default.
@@ -100,8 +119,6 @@ void read_matrix_always(Dispatch& d, const MatrixSlots& m, const std::string& w,
 // An argument that exists in the signature and is not read for this shape.
 void read_nothing(Dispatch& d, const std::string& name, SlotId any);
 
-// ---- One row (gemv.h, head.h)
-
 // "label.field" -> value, where a dispatch's threads are to differ from the builder's choice.
 using TileFields = std::map<std::string, int>;
 inline void override_field(int& field, const TileFields& tiles, const std::string& name) {
@@ -109,40 +126,5 @@ inline void override_field(int& field, const TileFields& tiles, const std::strin
     field = it->second;
   }
 }
-
-struct GemvOptions {
-  std::optional<SlotId> norm;      // normalise h with this weight first
-  std::optional<SlotId> residual;  // y = rnd(residual + rnd(W x))
-  std::optional<SlotId> row;       // gets the normalised row
-  bool float32 = false;            // y is fp32, unrounded
-  float eps = 0.0f;
-  std::optional<std::vector<size_t>> offsets;  // of each y in its slot, bytes
-  TileFields tiles;
-  bool sync = false;  // NVIDIA's tensor cores, where gemv_sync.h serves
-};
-
-// y_i = W_i h for one to four matrices with the same columns and group, one dispatch.
-void add_gemv(Builder& b, const std::string& label, const std::vector<MatrixSlots>& matrices,
-              SlotId h, const std::vector<SlotId>& y, const GemvOptions& options);
-
-// Why gemv.h has no kernel for a product of these, empty when it has.
-std::string gemv_refusal(Type t, const std::vector<MatrixDims>& matrices, bool float32);
-
-// How many lanes, rows and units: see gemv.h.
-struct GemvTile {
-  int lanes, r, u, split, simdgroups, blocks;
-};
-GemvTile gemv_tile(int cols, const std::vector<int>& bits, int rows);
-Constants gemv_constants(Type t, const std::vector<MatrixDims>& matrices, const GemvTile& tile,
-                         const GemvOptions& options);
-// The tensor-core form's tile, for an NVIDIA card of `kMultiprocessors`, and whether it has a kernel.
-constexpr int kMultiprocessors = 132;
-std::optional<GemvTile> sync_tile(Type t, const std::vector<MatrixDims>& matrices, bool float32);
-// Throws std::invalid_argument where no kernel is compiled for this tile, or K is no multiple of it.
-void check_tile(const GemvTile& tile, const std::vector<MatrixDims>& matrices, Type t, bool sync,
-                const std::string& label);
-void override_tile(GemvTile& tile, const TileFields& tiles, const std::string& label);
-int gemv_groups(const std::vector<MatrixDims>& matrices, const GemvTile& tile);
-int kmax(int cols);
 
 }  // namespace lily

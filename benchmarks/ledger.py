@@ -61,9 +61,9 @@ def model() -> nn.Module:
     return made
 
 
-def matrix_bytes(m: tuple[int, int, int, int, int], experts: int | None = None) -> int:
+def matrix_bytes(m: spec.Matrix, experts: int | None = None) -> int:
     """Bytes of a matrix of bf16 model, or of `experts` of its experts."""
-    rows, columns, bits, group, count = m
+    rows, columns, bits, group, count = m[:5]
     values = rows * columns * (count if experts is None else experts)
     return values * 2 if bits == 0 else values * bits // 8 + values // group * 4
 

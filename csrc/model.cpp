@@ -265,7 +265,7 @@ class ModelBuilder {
                  SlotId h) {
     if (!is_step_) {
       add_products(label, y, {w}, {to_mlx(name + "y", width())}, false);
-      return from_mlx(name + "h", width());
+      return {};  // the residual is MLX's
     }
     SlotId next = hidden(name + "h");
     GemvOptions options;
@@ -352,7 +352,7 @@ class ModelBuilder {
     if (!is_step_) {
       add_moe(b_, rows_, layer.moe, from_mlx(name + "norm", width()), to_mlx(name + "y", width()),
               name);
-      return from_mlx(name + "h", width());
+      return {};
     }
     const MoeRow row = moe_row(b_, layer.moe, name);
     add_in("router", name, h, layer.post_norm, {layer.moe.router, layer.moe.shared_router},
@@ -428,7 +428,8 @@ Pipelines step_pipelines(Target target, const ModelSpec& model, const std::vecto
     for (const LayerSpec& l : few.layers) {
       each.push_back(l.attention ? capacity : 0);
     }
-    for (const Pipeline& p : step_program(target, few, each, options)->program.pipelines()) {
+    const auto program = step_program(target, few, each, options);
+    for (const Pipeline& p : program->program.pipelines()) {
       out.emplace(p.key, p);
     }
   }

@@ -8,6 +8,7 @@
 
 #include "primitives/decode.h"
 #include "primitives/gpu_decode.h"
+#include "primitives/successors.h"
 #include "programs/metal_host.h"
 
 namespace lily {
@@ -29,18 +30,9 @@ class PlannedDecode : public GpuDecode {
     }
   }
 
-  // Rows of each layer's keys and values, 0 for DeltaNet layers.
-  std::vector<int> capacities(const std::vector<CachePair>& layers) const {
-    std::vector<int> c;
-    for (size_t i = 0; i < layers.size(); ++i) {
-      c.push_back(plan_.layers[i].delta ? 0 : layers[i].first->shape(2));
-    }
-    return c;
-  }
-
-  const DecodePlan& plan_;  // the state that owns this keeps it alive
+  const DecodePlan& plan_;  // whoever steps keeps it alive
   std::shared_ptr<const DecodeProgram> program_;
-  std::vector<int> capacities_;  // that program_ was built for
+  std::vector<int> capacities_;  // that program_ was built for: set once all is built
 };
 
 }  // namespace lily

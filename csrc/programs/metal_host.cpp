@@ -709,19 +709,18 @@ std::shared_ptr<const DecodeRun> decode_run(const DecodePlan& plan,
 }
 
 void decode_step(mx::Stream s, const std::shared_ptr<const DecodeRun>& run,
-                 std::shared_ptr<const void> owner, const std::vector<Caches>& caches, int position,
-                 const mx::array& token, mx::array& next, mx::array* logits) {
+                 std::shared_ptr<const Successors> caches,
+                 const std::vector<Successors::Used>& used, int position, const mx::array& token,
+                 mx::array& next, mx::array* logits) {
   const DecodeProgram& p = *run->program;
   Bindings b = *run->weights;
-  for (size_t i = 0; i < caches.size(); ++i) {
+  for (size_t i = 0; i < used.size(); ++i) {
     const DecodeProgram::Caches& slots = p.caches[i];
-    if (caches[i].old_conv) {
-      bind(b, slots.first, *caches[i].old_conv);
-      bind(b, slots.first_next, caches[i].first);
-    } else {
-      bind(b, slots.first, caches[i].first);
+    bind(b, slots.first, *used[i].first);
+    bind(b, slots.second, *used[i].second);
+    if (used[i].first_next != nullptr) {
+      bind(b, slots.first_next, *used[i].first_next);
     }
-    bind(b, slots.second, caches[i].second);
   }
   bind(b, p.token, token);
   bind(b, p.next, next);
@@ -730,9 +729,9 @@ void decode_step(mx::Stream s, const std::shared_ptr<const DecodeRun>& run,
   }
   auto at = std::make_shared<int32_t>(position);
   b.bind(p.position, {reinterpret_cast<uint64_t>(at.get()), at.get(), sizeof(int32_t)});
-  using Owners = std::tuple<std::shared_ptr<const DecodeRun>, std::shared_ptr<const void>,
+  using Owners = std::tuple<std::shared_ptr<const DecodeRun>, std::shared_ptr<const Successors>,
                             std::shared_ptr<int32_t>>;
-  queue(s, run->executor, std::make_shared<Owners>(run, std::move(owner), at), p.program,
+  queue(s, run->executor, std::make_shared<Owners>(run, std::move(caches), at), p.program,
         std::move(b));
   count("decode_step", "decode_step", "");
 }

@@ -14,6 +14,7 @@
 #include "backend/host.h"
 #include "primitives/decode.h"
 #include "primitives/layers.h"
+#include "primitives/successors.h"
 #include "programs/decode_program.h"
 
 namespace lily {
@@ -66,16 +67,11 @@ struct DecodeRun;
 std::shared_ptr<const DecodeRun> decode_run(const DecodePlan& plan,
                                             const std::vector<int>& capacities, bool with_logits);
 
-// The arrays of one layer's caches in a step: conv state (old and new) and state, or keys and
-// values.
-struct Caches {
-  mx::array first, second;
-  std::optional<mx::array> old_conv;
-};
-// Queues the step; `owner` keeps the caches alive until it has run.
+// Queues the step, which keeps `caches` until it has run; `used` are its arrays.
 void decode_step(mx::Stream s, const std::shared_ptr<const DecodeRun>& run,
-                 std::shared_ptr<const void> owner, const std::vector<Caches>& caches, int position,
-                 const mx::array& token, mx::array& next, mx::array* logits);
+                 std::shared_ptr<const Successors> caches,
+                 const std::vector<Successors::Used>& used, int position, const mx::array& token,
+                 mx::array& next, mx::array* logits);
 
 }  // namespace host
 }  // namespace lily

@@ -25,12 +25,17 @@ namespace lily {
 namespace {
 
 // Remembers which objects a decode plan was built from: entries of modules (dicts) and of lists.
-// changed() is asked before every step, so it compares pointers only.
+// changed() is asked before every step, so it compares pointers only. The root, a module which owns
+// the plan and so this, is not held: changed() is told it.
 class Watch {
  public:
+  void root_entry(nb::dict root, nb::str key) {
+    nb::object value = root[key];
+    entries_.push_back({nb::object(), key, value, 0, array_id(value)});
+  }
   void dict_entry(nb::dict owner, nb::str key) {
-    nb::object value = owner[key];
-    entries_.push_back({owner, key, value, 0, array_id(value)});
+    root_entry(owner, key);
+    entries_.back().owner = owner;
   }
   void list_entries(nb::list owner) {
     for (size_t i = 0; i < owner.size(); ++i) {
@@ -38,22 +43,43 @@ class Watch {
     }
     lists_.push_back({owner, owner.size()});
   }
-  bool changed() const {
+  bool changed(nb::dict root) const {
     for (const auto& [list, size] : lists_) {
       if (list.size() != size) {
         return true;
       }
     }
     for (const Entry& e : entries_) {
-      PyObject* now = e.key.is_valid()
-                          ? PyDict_GetItemWithError(e.owner.ptr(), e.key.ptr())
-                          : PyList_GetItem(e.owner.ptr(), static_cast<Py_ssize_t>(e.index));
+      PyObject* owner = e.owner.is_valid() ? e.owner.ptr() : root.ptr();
+      PyObject* now = e.key.is_valid() ? PyDict_GetItemWithError(owner, e.key.ptr())
+                                       : PyList_GetItem(owner, static_cast<Py_ssize_t>(e.index));
       if (now != e.value.ptr() || (e.array_id != 0 && array_id(nb::handle(now)) != e.array_id)) {
         PyErr_Clear();
         return true;
       }
     }
     return false;
+  }
+
+  // For the garbage collector: a module may refer back to what owns it.
+  static int traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (nb::inst_ready(self)) {
+      const Watch& w = *nb::inst_ptr<Watch>(self);
+      for (const Entry& e : w.entries_) {
+        Py_VISIT(e.owner.ptr());
+        Py_VISIT(e.value.ptr());
+      }
+      for (const auto& [list, size] : w.lists_) {
+        Py_VISIT(list.ptr());
+      }
+    }
+    return 0;
+  }
+  static int clear(PyObject* self) {
+    // Emptied before what was held dies, which may run any code.
+    Watch held = std::exchange(*nb::inst_ptr<Watch>(self), Watch());
+    return 0;
   }
 
  private:
@@ -69,6 +95,10 @@ class Watch {
   std::vector<Entry> entries_;
   std::vector<std::pair<nb::list, size_t>> lists_;
 };
+
+PyType_Slot watch_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(Watch::traverse)},
+                             {Py_tp_clear, reinterpret_cast<void*>(Watch::clear)},
+                             {0, nullptr}};
 
 // What Python holds. A shared_ptr handed out by nanobind takes the GIL when it dies, which a
 // stream's thread must never wait for; these hold plain ones.
@@ -177,11 +207,12 @@ void bind_decode(nb::module_& m) {
       "state"_a, "token"_a, "ticket"_a.none(), "position"_a, "with_logits"_a, nb::kw_only(),
       "stream"_a = nb::none());
 
-  nb::class_<Watch>(m, "Watch")
+  nb::class_<Watch>(m, "Watch", nb::type_slots(watch_slots))
       .def(nb::init<>())
+      .def("root_entry", &Watch::root_entry, "root"_a, "key"_a)
       .def("dict_entry", &Watch::dict_entry, "owner"_a, "key"_a)
       .def("list_entries", &Watch::list_entries, "owner"_a)
-      .def("changed", &Watch::changed);
+      .def("changed", &Watch::changed, "root"_a);
 }
 
 }  // namespace

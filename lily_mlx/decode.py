@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -32,21 +33,25 @@ class DecodePlan:
         self.native = _ext.DecodePlan(spec.weights(text_model)) if self.choice else None
         self.dtype = spec.activation_dtype(text_model)
 
-    def stale(self) -> bool:
-        """Whether a module or an array that the plan was built from has been replaced."""
-        return self._watch.changed()
+    def stale(self, text_model: nn.Module) -> bool:
+        """Whether a module or an array of `text_model` is not the one the plan was built from."""
+        return self._watch.changed(text_model)
 
 
 class DecodeSession:
     """The caches of one sequence, lent to the decode step."""
 
     def __init__(self, plan: DecodePlan, caches: list[Any]):
-        self.plan = plan
+        self._plan = weakref.ref(plan)  # caches that outlive their model keep no weights
         self.state = _ext.DecodeState(plan.native)
         # The last step's token: the next step waits for it, and evaluating it runs every step.
         self.ticket: mx.array | None = None
         for layer, cache in enumerate(caches):
             cache._lend(self, layer)
+
+    def serves(self, plan: DecodePlan) -> bool:
+        """Whether steps with `plan` can go on in this session."""
+        return self._plan() is plan and self.state.whole
 
     def take(self, layer: int) -> tuple[mx.array | None, mx.array | None]:
         """Run the steps built so far and give one layer's arrays up; the session ends."""
@@ -95,21 +100,24 @@ def decode_choice(text_model: nn.Module) -> Choice:
 
 
 def _watch(text_model: nn.Module) -> Any:
-    """Everything whose replacement makes the plan stale: submodules, and their arrays."""
+    """Everything whose replacement makes the plan stale: submodules, and their arrays.
+
+    It does not hold `text_model`, which holds the plan: a model is freed when it is let go.
+    """
     watch = _ext.Watch()
     for _, module in text_model.named_modules():
         for name, value in module.items():
             if isinstance(value, list):
                 watch.list_entries(value)
             if isinstance(value, (mx.array, nn.Module, list)):
-                watch.dict_entry(module, name)
+                (watch.root_entry if module is text_model else watch.dict_entry)(module, name)
     return watch
 
 
 def session_for(plan: DecodePlan, caches: list[Any]) -> DecodeSession | None:
     """The session that owns these caches, a new one, or None when the decode step cannot."""
     loan = getattr(caches[0], "_loan", None)
-    if loan is not None and loan[0].plan is plan and loan[0].state.whole:
+    if loan is not None and loan[0].serves(plan):
         session = loan[0]
         if all(getattr(c, "_loan", None) == (session, i) for i, c in enumerate(caches)):
             return session

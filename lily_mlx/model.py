@@ -105,9 +105,13 @@ class TextModel(qwen3_5.TextModel):
 
     def decode_plan(self) -> decode.DecodePlan:
         """The plan for the weights as they are now; rebuilt when any has been replaced."""
-        if self._plan is None or self._plan.stale():
+        if self._plan is None or self._plan.stale(self):
             self._plan = decode.DecodePlan(self)
         return self._plan
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copy, deepcopy and pickle take beside the parameters: a copy plans for itself."""
+        return {**self.__dict__, "_plan": None}
 
     def __call__(
         self,

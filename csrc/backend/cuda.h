@@ -83,8 +83,8 @@ char* device_pointer(const mlx::core::array& a);
 Buffer device_buffer(const mlx::core::array& a);
 
 // How the decode steps of this process are built from now on, e.g. to time other tiles.
-struct DecodeOptions;
-void set_cuda_decode_options(const DecodeOptions& options);
+struct StepOptions;
+void set_cuda_step_options(const StepOptions& options);
 
 void check_cuda(CUresult result, const std::string& what);
 

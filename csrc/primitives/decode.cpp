@@ -8,6 +8,7 @@
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
 #include "primitives/decode_host.h"
+#include "primitives/successors.h"
 #include "run.h"
 
 namespace lily {
@@ -18,12 +19,16 @@ namespace {
 struct LayerBuffers {
   void* first;
   void* second;
-  const void* old_conv;  // the conv state is read while its successor is written
+  const void* old_conv;  // of a DeltaNet layer: read while its successor, `first`, is written
   int capacity;
 };
 
 const void* pointer(const mx::array& a) {
   return a.data<char>();
+}
+
+void* writable(const mx::array& a) {
+  return const_cast<mx::array&>(a).data<char>();
 }
 
 Type type(const mx::array& a) {
@@ -156,163 +161,102 @@ std::unique_ptr<GpuDecode> make_gpu_decode(const DecodePlan&) {
 
 class DecodeStep : public Primitive {
  public:
-  DecodeStep(mx::Stream s, std::shared_ptr<DecodeState> state, int position)
-      : Primitive(s), state_(std::move(state)), position_(position) {}
+  DecodeStep(mx::Stream s, std::shared_ptr<const DecodePlan> plan,
+             std::shared_ptr<DecodeState> state, int position)
+      : Primitive(s), plan_(std::move(plan)), state_(std::move(state)), position_(position) {}
 
   const char* name() const override {
     return "LilyDecodeStep";
   }
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
-    for (auto& o : out) {
-      allocate(o);
-    }
-    std::lock_guard<std::mutex> lock(state_->mutex_);
-    auto& encoder = mx::cpu::get_command_encoder(stream());
-    const DecodePlan& plan = *state_->plan_;
-    std::vector<LayerBuffers> buffers;
-    std::vector<StepCaches> caches;
-    // Every allocation comes before the first change of the state: a step that fails leaves it as
-    // it was.
-    std::vector<Successor> successors;
-    for (size_t i = 0; i < plan.model.layers.size(); ++i) {
-      successors.push_back(plan.model.layers[i].delta ? delta_successor(encoder, i)
-                                                      : attention_successor(encoder, i));
-    }
-    std::vector<int> capacities;
-    for (size_t i = 0; i < successors.size(); ++i) {
-      const auto& keys = successors[i].first ? successors[i].first : state_->layers_[i].first;
-      capacities.push_back(plan.model.layers[i].delta ? 0 : keys->shape(2));
-    }
-    auto run = host_step(plan, capacities, out.size() > 1);
-    for (size_t i = 0; i < successors.size(); ++i) {
-      auto& [first, second] = state_->layers_[i];
-      Successor& next = successors[i];
-      for (auto [slot, replacement] :
-           {std::pair{&first, &next.first}, std::pair{&second, &next.second}}) {
-        if (*replacement) {
-          if (*slot) {
-            encoder.add_temporary(**slot);
-          }
-          *slot = std::move(*replacement);
-        }
-      }
-      buffers.push_back({first->data<char>(), second->data<char>(),
-                         next.old_conv ? pointer(*next.old_conv) : nullptr, capacities[i]});
-      caches.push_back({*first, *second, std::move(next.old_conv)});
-      state_->copied_bytes_ += next.copied;
-      state_->grown_bytes_ += next.grown;
-    }
-    if (run) {
-      run_on_host(stream(), run, state_, caches, position_, in[0], out[0],
-                  out.size() > 1 ? &out[1] : nullptr);
-      return;
-    }
-    float* logits = out.size() > 1 ? out[1].data<float>() : nullptr;
-    // The state object, not its buffers, is kept alive: a buffer's use count stays 1 while only we
-    // hold it.
-    encoder.dispatch([state = state_, buffers = std::move(buffers), position = position_,
-                      token = in[0].data<uint32_t>(), logits, next = out[0].data<uint32_t>()] {
-      run_reference(*state->plan_, buffers, position, token, logits, next);
-    });
+    step(out, [&](const std::shared_ptr<Successors>& next) { queue_cpu(next, in[0], out); });
   }
 
   void eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
+    step(out, [&](const std::shared_ptr<Successors>& next) {
+      if (!state_->gpu_) {
+        state_->gpu_ = make_gpu_decode(*plan_);
+      }
+      state_->gpu_->step(state_->layers_, next, position_, in[0], out, stream());
+    });
+  }
+
+ private:
+  // The state changes once all is queued: a step that throws leaves it as it was.
+  template <typename Queue>
+  void step(std::vector<mx::array>& out, Queue queue) {
     for (auto& o : out) {
       allocate(o);
     }
     std::lock_guard<std::mutex> lock(state_->mutex_);
-    if (!state_->gpu_) {
-      state_->gpu_ = make_gpu_decode(*state_->plan_);
-    }
-    state_->gpu_->step(state_->layers_, position_, in[0], out, stream(), state_->copied_bytes_,
-                       state_->grown_bytes_, state_);
+    auto next = std::make_shared<Successors>();
+    next->plan = plan_;
+    next->state = state_;
+    queue(next);
+    next->commit(state_->layers_);
+    state_->copied_bytes_ += next->copied;
+    state_->grown_bytes_ += next->grown;
   }
 
- private:
-  // The buffers that a layer goes on with; an absent one stays. What it replaces is kept until the
-  // step has run.
-  struct Successor {
-    std::optional<mx::array> first, second;
-    std::optional<mx::array> old_conv;
-    int64_t copied = 0, grown = 0;
-  };
-
-  static mx::array zeros(mx::cpu::CommandEncoder& encoder, mx::Shape shape, mx::Dtype dtype) {
-    mx::array a = fresh(std::move(shape), dtype);
-    encoder.dispatch([p = a.data<char>(), n = a.nbytes()] { std::memset(p, 0, n); });
-    return a;
+  void queue_cpu(const std::shared_ptr<Successors>& next, const mx::array& token,
+                 std::vector<mx::array>& out) {
+    // Each task keeps `next`, not the buffers: a buffer's use count stays 1 while only we hold it.
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    next->make(
+        state_->layers_, position_, [](const mx::array& a) { return a.is_donatable(); },
+        [&](mx::Shape shape, mx::Dtype dtype, const std::optional<mx::array>& source, int rows) {
+          mx::array a = fresh(std::move(shape), dtype);
+          encoder.dispatch([next, to = a.data<char>(), row = a.nbytes() / rows, rows,
+                            from = source ? source->data<char>() : nullptr,
+                            old_row = source ? source->nbytes() / rows : 0] {
+            for (int r = 0; r < rows; ++r) {
+              if (from != nullptr) {
+                std::memcpy(to + r * row, from + r * old_row, old_row);
+              }
+              std::memset(to + r * row + old_row, 0, row - old_row);
+            }
+          });
+          return a;
+        },
+        [&](size_t, mx::Shape shape) { return fresh(std::move(shape), plan_->dtype); });
+    const std::vector<Successors::Used> used = next->used(state_->layers_);
+    const std::vector<int> rows = capacities(used);
+    mx::array* logits = out.size() > 1 ? &out[1] : nullptr;
+    if (auto run = host_step(*plan_, rows, logits != nullptr)) {
+      run_on_host(stream(), run, next, used, position_, token, out[0], logits);
+      return;
+    }
+    std::vector<LayerBuffers> buffers;
+    for (size_t i = 0; i < used.size(); ++i) {
+      const auto& [first, second, first_next] = used[i];
+      buffers.push_back({writable(first_next != nullptr ? *first_next : *first), writable(*second),
+                         pointer(*first), rows[i]});
+    }
+    encoder.dispatch([next, buffers = std::move(buffers), position = position_,
+                      token = token.data<uint32_t>(),
+                      logits = logits != nullptr ? logits->data<float>() : nullptr,
+                      id = out[0].data<uint32_t>()] {
+      run_reference(*next->plan, buffers, position, token, logits, id);
+    });
   }
 
-  // A copy when anybody else holds `a`, or nothing.
-  static std::optional<mx::array> unshared(mx::cpu::CommandEncoder& encoder, const mx::array& a,
-                                           int64_t& copied) {
-    if (a.is_donatable()) {
-      return std::nullopt;
-    }
-    mx::array copy = fresh(a.shape(), a.dtype());
-    encoder.dispatch(
-        [to = copy.data<char>(), from = pointer(a), n = a.nbytes()] { std::memcpy(to, from, n); });
-    copied += static_cast<int64_t>(a.nbytes());
-    return copy;
-  }
-
-  Successor delta_successor(mx::cpu::CommandEncoder& encoder, size_t i) {
-    const GatedDelta<Weights>& d = *state_->plan_->model.layers[i].delta;
-    const auto& [conv, delta] = state_->layers_[i];
-    const mx::Shape conv_shape{1, d.shape.conv_width - 1, d.qkv.rows()};
-    Successor next;
-    // The old conv state is only read, so it does not matter who else holds it; its successor is a
-    // fresh buffer.
-    next.first = fresh(conv_shape, state_->plan_->dtype);
-    if (conv) {
-      next.old_conv = *conv;
-    } else {
-      mx::array empty = zeros(encoder, conv_shape, state_->plan_->dtype);
-      next.old_conv = empty;
-      encoder.add_temporary(std::move(empty));
-    }
-    next.second = delta
-                      ? unshared(encoder, *delta, next.copied)
-                      : zeros(encoder, {1, d.shape.value_heads, d.shape.value_dim, d.shape.key_dim},
-                              mx::float32);
-    return next;
-  }
-
-  Successor attention_successor(mx::cpu::CommandEncoder& encoder, size_t i) {
-    const Attention<Weights>& l = *state_->plan_->model.layers[i].attention;
-    const auto& [keys, values] = state_->layers_[i];
-    Successor next;
-    const int capacity = keys ? keys->shape(2) : 0;
-    if (position_ < capacity) {
-      next.first = unshared(encoder, *keys, next.copied);
-      next.second = unshared(encoder, *values, next.copied);
-      return next;
-    }
-    const int larger = grown_capacity(capacity, position_ + 1);
-    for (auto [old, to] : {std::pair{&keys, &next.first}, std::pair{&values, &next.second}}) {
-      *to = zeros(encoder, {1, l.shape.kv_heads, larger, l.shape.head_dim}, state_->plan_->dtype);
-      if (*old) {
-        const size_t row = (*old)->nbytes() / l.shape.kv_heads,
-                     new_row = (*to)->nbytes() / l.shape.kv_heads;
-        encoder.dispatch([dst = (*to)->data<char>(), src = pointer(**old), row, new_row,
-                          heads = l.shape.kv_heads] {
-          for (int h = 0; h < heads; ++h) {
-            std::memcpy(dst + h * new_row, static_cast<const char*>(src) + h * row, row);
-          }
-        });
-        next.grown += static_cast<int64_t>((*old)->nbytes());
-      }
-    }
-    return next;
-  }
-
+  std::shared_ptr<const DecodePlan> plan_;
   std::shared_ptr<DecodeState> state_;
   int position_;
 };
 
+std::shared_ptr<const DecodePlan> DecodeState::plan() const {
+  auto plan = plan_.lock();
+  if (!plan) {
+    throw std::invalid_argument("the weights of these caches are gone; make a new state from them");
+  }
+  return plan;
+}
+
 void DecodeState::put(int layer, std::optional<mx::array> first, std::optional<mx::array> second) {
-  const Layer<Weights>& l = plan_->model.layers.at(layer);
+  const auto plan = this->plan();
+  const Layer<Weights>& l = plan->model.layers.at(layer);
   auto check = [&](const std::optional<mx::array>& a, mx::Shape expected, mx::Dtype dtype,
                    const char* what) {
     if (a && (a->shape() != expected || a->dtype() != dtype)) {
@@ -323,14 +267,14 @@ void DecodeState::put(int layer, std::optional<mx::array> first, std::optional<m
   };
   if (l.delta) {
     const GatedDelta<Weights>& d = *l.delta;
-    check(first, {1, d.shape.conv_width - 1, d.qkv.rows()}, plan_->dtype, "conv state");
+    check(first, {1, d.shape.conv_width - 1, d.qkv.rows()}, plan->dtype, "conv state");
     check(second, {1, d.shape.value_heads, d.shape.value_dim, d.shape.key_dim}, mx::float32,
           "DeltaNet state");
   } else {
     const Attention<Weights>& a = *l.attention;
     const int capacity = first && first->ndim() == 4 ? first->shape(2) : 0;
-    check(first, {1, a.shape.kv_heads, capacity, a.shape.head_dim}, plan_->dtype, "keys");
-    check(second, {1, a.shape.kv_heads, capacity, a.shape.head_dim}, plan_->dtype, "values");
+    check(first, {1, a.shape.kv_heads, capacity, a.shape.head_dim}, plan->dtype, "keys");
+    check(second, {1, a.shape.kv_heads, capacity, a.shape.head_dim}, plan->dtype, "values");
     if (first.has_value() != second.has_value()) {
       throw std::invalid_argument("the cache of layer " + std::to_string(layer) +
                                   " has keys without values");
@@ -381,11 +325,12 @@ std::vector<mx::array> decode_step(const std::shared_ptr<DecodeState>& state,
   if (ticket) {
     inputs.push_back(*ticket);
   }
-  auto step = std::make_shared<DecodeStep>(s, state, position);
+  const auto plan = state->plan();
+  auto step = std::make_shared<DecodeStep>(s, plan, state, position);
   std::vector<mx::Shape> shapes{{1, 1}};
   std::vector<mx::Dtype> dtypes{mx::uint32};
   if (with_logits) {
-    shapes.push_back({1, 1, state->plan().model.head.rows()});
+    shapes.push_back({1, 1, plan->model.head.rows()});
     dtypes.push_back(mx::float32);
   }
   std::vector<mx::array> out;

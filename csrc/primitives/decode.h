@@ -18,11 +18,12 @@ namespace lily {
 
 // The caches of one sequence. A layer has (conv state, delta state) or (keys, values), absent until
 // first needed. Buffers are written in place only while nothing else holds them; otherwise the step
-// copies first.
+// copies first. Steps hold the plan, and the state does not: caches that outlive their model keep
+// no weights, but for steps that nobody has evaluated yet.
 class DecodeState {
  public:
-  DecodeState(std::shared_ptr<const DecodePlan> plan)
-      : plan_(std::move(plan)), layers_(plan_->model.layers.size()) {}
+  DecodeState(const std::shared_ptr<const DecodePlan>& plan)
+      : plan_(plan), layers_(plan->model.layers.size()) {}
 
   // Takes a layer's arrays over from Python. They are made contiguous and evaluated here.
   void put(int layer, std::optional<mx::array> first, std::optional<mx::array> second);
@@ -41,18 +42,18 @@ class DecodeState {
   }
   // See GpuDecode::profile; empty on the CPU.
   std::vector<GpuDecode::Timing> profile(mx::StreamOrDevice s = {}) {
+    auto weights = plan();
     return gpu_ ? gpu_->profile(mx::to_stream(s)) : std::vector<GpuDecode::Timing>{};
   }
   bool whole() const {
     return whole_;
   }
-  const DecodePlan& plan() const {
-    return *plan_;
-  }
+  // Throws where the plan is gone.
+  std::shared_ptr<const DecodePlan> plan() const;
 
  private:
   friend class DecodeStep;
-  std::shared_ptr<const DecodePlan> plan_;
+  std::weak_ptr<const DecodePlan> plan_;
   std::mutex mutex_;  // threads may share caches: what follows is theirs one at a time
   std::vector<CachePair> layers_;
   std::unique_ptr<GpuDecode> gpu_;  // made by the first step on a GPU

@@ -83,19 +83,18 @@ std::shared_ptr<const HostStep> host_step(const DecodePlan& plan,
 }
 
 void run_on_host(mx::Stream s, const std::shared_ptr<const HostStep>& step,
-                 std::shared_ptr<const void> owner, const std::vector<StepCaches>& caches,
-                 int position, const mx::array& token, mx::array& next, mx::array* logits) {
+                 std::shared_ptr<const Successors> caches,
+                 const std::vector<Successors::Used>& used, int position, const mx::array& token,
+                 mx::array& next, mx::array* logits) {
   const StepProgram& p = *step->program;
   Bindings b = *step->weights;
-  for (size_t i = 0; i < caches.size(); ++i) {
+  for (size_t i = 0; i < used.size(); ++i) {
     const StepProgram::Caches& slots = p.caches[i];
-    if (caches[i].old_conv) {
-      bind_on_host(b, slots.first, *caches[i].old_conv);
-      bind_on_host(b, slots.first_next, caches[i].first);
-    } else {
-      bind_on_host(b, slots.first, caches[i].first);
+    bind_on_host(b, slots.first, *used[i].first);
+    bind_on_host(b, slots.second, *used[i].second);
+    if (used[i].first_next != nullptr) {
+      bind_on_host(b, slots.first_next, *used[i].first_next);
     }
-    bind_on_host(b, slots.second, caches[i].second);
   }
   bind_on_host(b, p.token, token);
   bind_on_host(b, p.next, next);
@@ -104,9 +103,9 @@ void run_on_host(mx::Stream s, const std::shared_ptr<const HostStep>& step,
   }
   auto at = std::make_shared<int32_t>(position);
   b.bind(p.position, {reinterpret_cast<uint64_t>(at.get()), at.get(), sizeof(int32_t)});
-  using Owners = std::tuple<std::shared_ptr<const HostStep>, std::shared_ptr<const void>,
+  using Owners = std::tuple<std::shared_ptr<const HostStep>, std::shared_ptr<const Successors>,
                             std::shared_ptr<int32_t>>;
-  MetalHost::queue(s, step->host, std::make_shared<Owners>(step, std::move(owner), at), p.program,
+  MetalHost::queue(s, step->host, std::make_shared<Owners>(step, std::move(caches), at), p.program,
                    std::move(b));
   count_run("decode_step", "decode_step", "");
 }

@@ -2,10 +2,9 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <vector>
 
-#include "primitives/plan.h"
+#include "primitives/successors.h"
 
 namespace lily {
 
@@ -16,15 +15,10 @@ struct HostStep;
 std::shared_ptr<const HostStep> host_step(const DecodePlan& plan,
                                           const std::vector<int>& capacities, bool with_logits);
 
-// The arrays of one layer's caches in a step: conv state (old and new) and state, or keys and
-// values.
-struct StepCaches {
-  mx::array first, second;
-  std::optional<mx::array> old_conv;
-};
-// Queues the step; `owner` keeps the caches alive until it has run.
+// Queues the step, which keeps `caches` until it has run; `used` are its arrays.
 void run_on_host(mx::Stream s, const std::shared_ptr<const HostStep>& step,
-                 std::shared_ptr<const void> owner, const std::vector<StepCaches>& caches,
-                 int position, const mx::array& token, mx::array& next, mx::array* logits);
+                 std::shared_ptr<const Successors> caches,
+                 const std::vector<Successors::Used>& used, int position, const mx::array& token,
+                 mx::array& next, mx::array* logits);
 
 }  // namespace lily

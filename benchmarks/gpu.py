@@ -36,9 +36,10 @@ from mlx_lm.models import qwen3_5_moe
 from mlx_lm.models.cache import KVCache
 
 import lily_mlx
-from benchmarks import common, gpu_checks, gpu_layers, gpu_report, ledger
+from benchmarks import common, gpu_checks, gpu_layers, gpu_report
 from lily_mlx import _ext, compare, decode, ptx, trace
 from lily_mlx import kernels as metal
+from lily_mlx.shapes import qwen3_6_35b_a3b, qwen3_6_35b_a3b_config
 
 PARTS = ("checks", "kernels", "layers", "decode", "prefill", "raised")
 STEPS = {"lily": decode.generate_step, "stock": stock_step}
@@ -93,7 +94,7 @@ def sweeps() -> list[tuple[int, dict[str, list[dict[str, Any]]]]]:
 
 def build_sweep(folder: Path) -> None:
     """Compile the kernels of a sweep, on a machine with clang-19, for --ptx there."""
-    shapes = trace.dims(ledger.model().language_model)
+    shapes = trace.dims(qwen3_6_35b_a3b().language_model)
     found: dict[str, Any] = {}
     for context, sweep in sweeps():
         for ways in sweep.values():
@@ -227,11 +228,11 @@ def kernels(model: nn.Module, context: int, rate: float) -> list[dict[str, Any]]
     ]
 
 
-def both_models() -> tuple[nn.Module, nn.Module]:
+def both_models(layers: int = 40) -> tuple[nn.Module, nn.Module]:
     """Lily's and stock's model of the 35B shapes, on the same random arrays."""
-    ours = ledger.model()
+    ours = qwen3_6_35b_a3b(layers)
     random_weights(ours)
-    stock = qwen3_5_moe.Model(qwen3_5_moe.ModelArgs.from_dict(ledger.SHAPES))
+    stock = qwen3_5_moe.Model(qwen3_5_moe.ModelArgs.from_dict(qwen3_6_35b_a3b_config(layers)))
     stock.set_dtype(mx.bfloat16)
     by_path = {path: module for path, module in ours.named_modules() if hasattr(module, "bits")}
     nn.quantize(stock, 64, 4, class_predicate=lambda path, m: path in by_path and {
@@ -536,7 +537,7 @@ def main(argv: list[str]) -> None:
     if arguments.ptx:
         ptx.register(_ext.cuda_add_kernel, arguments.ptx)
     if arguments.sweep:
-        ours = ledger.model()
+        ours = qwen3_6_35b_a3b()
         random_weights(ours)
         report = run_sweep(ours)
         if arguments.output:

@@ -301,13 +301,13 @@ CAPACITIES = (1024, 1280, 8192, 32768, 131072)
 
 def packaged() -> dict[str, Any]:
     """The pipelines that the package carries, by key: those of the bundled model and of the shapes
-    of Qwen3.6-35B-A3B. From a checkout."""
+    of Qwen3.6-35B-A3B."""
     import lily_mlx
-    from benchmarks import ledger
     from lily_mlx.loading import load
+    from lily_mlx.shapes import qwen3_6_35b_a3b
 
     bundled, _ = load(str(lily_mlx.BUNDLED_MODEL), lazy=True)
-    return model_pipelines(bundled) | model_pipelines(ledger.model())
+    return model_pipelines(bundled) | model_pipelines(qwen3_6_35b_a3b())
 
 
 def model_pipelines(model: Any) -> dict[str, Any]:

@@ -18,8 +18,8 @@ for place in (ROOT, ROOT / "tests"):
     if str(place) not in sys.path:
         sys.path.insert(0, str(place))
 
-from benchmarks import ledger  # noqa: E402
 from lily_mlx import kernels, ptx, trace  # noqa: E402
+from lily_mlx.shapes import qwen3_6_35b_a3b  # noqa: E402
 from metal.host.toolchain import HostError  # noqa: E402
 
 from . import dispatches, executors  # noqa: E402
@@ -30,7 +30,7 @@ CONTEXTS = ((1, None), (255, None), (256, None), (1025, None), (5000, None), (3,
 
 
 def shapes() -> dict[str, Any]:
-    return trace.dims(ledger.model().language_model)
+    return trace.dims(qwen3_6_35b_a3b().language_model)
 
 
 def outcomes(run: dispatches.Executor) -> Iterator[tuple[str, dispatches.Outcome]]:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks import ledger
 from lily_mlx import _ext
+from lily_mlx.shapes import qwen3_6_35b_a3b
 from lily_mlx.trace import dims
 
 SWITCHES = (
@@ -15,7 +15,7 @@ SWITCHES = (
 @pytest.fixture(scope="module")
 def shapes():
     """Those of the 35B model."""
-    return dims(ledger.model().language_model)
+    return dims(qwen3_6_35b_a3b().language_model)
 
 
 @pytest.mark.parametrize("off", [None, *SWITCHES])

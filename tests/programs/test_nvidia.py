@@ -8,9 +8,9 @@ from small import error, only
 from test_layers import linear, normal
 
 import lily_mlx
-from benchmarks import ledger
 from lily_mlx import _ext, kernels, layers, ptx
 from lily_mlx.loading import load
+from lily_mlx.shapes import qwen3_6_35b_a3b
 from lily_mlx.trace import dims
 
 BF16 = mx.bfloat16
@@ -19,7 +19,7 @@ BF16 = mx.bfloat16
 @pytest.fixture(scope="module")
 def shapes():
     """Those of the 35B model."""
-    return dims(ledger.model().language_model)
+    return dims(qwen3_6_35b_a3b().language_model)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 70])

@@ -38,7 +38,6 @@ from mlx_lm.models.cache import KVCache
 import lily_mlx
 from benchmarks import common, gpu_checks, gpu_layers, gpu_report
 from lily_mlx import _ext, compare, decode, ptx, trace
-from lily_mlx import kernels as metal
 from lily_mlx.shapes import qwen3_6_35b_a3b, qwen3_6_35b_a3b_config
 
 PARTS = ("checks", "kernels", "layers", "decode", "prefill", "raised")
@@ -92,7 +91,7 @@ def sweeps() -> list[tuple[int, dict[str, list[dict[str, Any]]]]]:
     return [(256, SWEEP)] + [(c, {"attention": ways}) for c, ways in ATTENTION_SWEEP.items()]
 
 
-def build_sweep(folder: Path) -> None:
+def build_sweep(path: Path) -> None:
     """Compile the kernels of a sweep, on a machine with clang-19, for --ptx there."""
     shapes = trace.dims(qwen3_6_35b_a3b().language_model)
     found: dict[str, Any] = {}
@@ -100,9 +99,9 @@ def build_sweep(folder: Path) -> None:
         for ways in sweep.values():
             for options in ways:
                 found |= ptx.decode_pipelines(shapes, [(context + 512) // 256 * 256], options)
-    count = ptx.build(found.values(), metal.folder(), folder)
-    size = sum(f.stat().st_size for f in folder.iterdir())
-    print(f"{folder}: {len(found)} pipelines, {count} compiled now, {size / 1e6:.1f} MB")
+    count = ptx.build(found.values(), path)
+    size = path.stat().st_size / 1e6
+    print(f"{path}: {len(found)} pipelines, {count} of them new, {size:.1f} MB")
 
 
 def step_us(model: nn.Module, context: int, tokens: int = 40) -> float:
@@ -503,7 +502,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE",
                         help="measure nothing: join these results into --output")  # fmt: skip
     parser.add_argument("--sweep", action="store_true", help="time other splits and tiles instead")
-    parser.add_argument("--ptx", type=Path, help="a folder of PTX beside the package's")
+    parser.add_argument("--ptx", type=Path, metavar="FILE", help="PTX beside the package's")
     parser.add_argument("--build", action="store_true", help="compile them into --ptx; no GPU used")
     return parser
 
@@ -515,7 +514,7 @@ def main(argv: list[str]) -> None:
         parser.error("--rounds, --tokens and --stock-tokens are 1 or more")
     if arguments.build:
         if not arguments.ptx:
-            parser.error("--build needs --ptx FOLDER, where the kernels go")
+            parser.error("--build needs --ptx FILE, where the kernels go")
         build_sweep(arguments.ptx)
         return
     if arguments.merge:

@@ -126,12 +126,12 @@ def _cuda_choice(text_model: nn.Module, choice: Choice) -> Choice:
     refused = _ext.decode_refusal(shapes)
     if refused:
         return Choice(None, "module", f"{refused}.")
-    ptx.register(_ext.cuda_add_kernel)
+    wrong = ptx.refusal()
     needed = ptx.decode_pipelines(shapes, ptx.CAPACITIES)
     missing = [key for key in needed if not _ext.cuda_has_kernel(key)]
     if missing:
         text = f"{len(missing)} of {len(needed)} kernels are not compiled: python -m lily_mlx.ptx."
-        return Choice(None, "no_ptx", text)
+        return Choice(None, "no_ptx", wrong or text)
     return choice
 
 

@@ -71,7 +71,7 @@ def _answer(kind: str, device: str, fields: tuple[tuple[str, Any], ...]) -> Choi
         missing = ptx.missing(kind, shape)
         if missing:
             text = f"{len(missing)} kernels of {kind} are not compiled: python -m lily_mlx.ptx."
-            return Choice(None, "no_ptx", text)
+            return Choice(None, "no_ptx", ptx.refusal() or text)
     return Choice(kernel or None, code, reason)
 
 

@@ -8,7 +8,7 @@ from small import error, only
 from test_layers import linear, normal
 
 import lily_mlx
-from lily_mlx import _ext, kernels, layers, ptx
+from lily_mlx import _ext, kernels, layers, ptx, ptx_archive
 from lily_mlx.loading import load
 from lily_mlx.shapes import qwen3_6_35b_a3b
 from lily_mlx.trace import dims
@@ -207,13 +207,13 @@ FORMS = [{}, *({name: False} for name in ("sync", "fuse_norm", "fuse_projections
 
 def _ways_to_start(program):
     """Of each dispatch, by its PTX: waits (starts early and waits by itself), starts_next."""
-    index = json.loads((ptx.FOLDER / "index.json").read_text())
+    archive = ptx_archive.read(ptx_archive.PACKAGED)
     ways = []
     for d in _described(program):
         # A form that no package carries: another tile of the kernel starts its follower alike.
-        name = index.get(program.pipelines[d["pipeline"]]["key"], [None])[0]
-        files = [ptx.FOLDER / name] if name else ptx.FOLDER.glob(f"{d['kernel']}-*.ptx")
-        texts = [file.read_text() for file in files] or [""]
+        name, _ = archive.pipelines.get(program.pipelines[d["pipeline"]]["key"], ("", ""))
+        alike = [name] if name else [t for t in archive.texts if t.startswith(f"{d['kernel']}-")]
+        texts = [archive.texts[t] for t in alike] or [""]
         waits = [text.find("griddepcontrol.wait") for text in texts]
         starts = [text.find("griddepcontrol.launch_dependents") for text in texts]
         assert len({(w < 0, s < w) for w, s in zip(waits, starts, strict=True)}) == 1, d["kernel"]

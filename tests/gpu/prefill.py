@@ -1,4 +1,4 @@
-"""python -m tests.gpu_prefill [--ptx FOLDER]: the layer primitives on an NVIDIA GPU.
+"""python -m tests.gpu.prefill [--ptx FILE]: the layer primitives on an NVIDIA GPU.
 
 The bundled model's logits of prompts of several lengths, and each of its layers alone, against the
 CPU reference in the same process (and stock's, for scale). Fit for compute-sanitizer. Ends with 1
@@ -51,8 +51,8 @@ def difference(a: mx.array, b: mx.array) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="tests.gpu_prefill", description=__doc__)
-    parser.add_argument("--ptx", type=Path, help="a folder of PTX beside the package's")
+    parser = argparse.ArgumentParser(prog="tests.gpu.prefill", description=__doc__)
+    parser.add_argument("--ptx", type=Path, metavar="FILE", help="PTX beside the package's")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 5, 12, 40, 100, 700])
     arguments = parser.parse_args()
     if mx.default_device().type != mx.DeviceType.gpu:

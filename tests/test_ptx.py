@@ -138,6 +138,23 @@ def test_a_refusal_is_told_and_the_rest_is_registered(packaged, registered):
     assert set(registered) == set(packaged.pipelines)
 
 
+def test_kernels_are_added_and_what_was_compiled_otherwise_goes(packaged, tmp_path):
+    toolchain = pytest.importorskip("metal.host.toolchain")
+    found = ptx.layer_pipelines("gated_delta", "bfloat16")
+    first, *rest = found.values()
+    path = tmp_path / "own"
+    try:
+        assert ptx.build([first], path) == 1
+    except toolchain.HostError as error:
+        pytest.skip(f"no compiler for PTX here: {error}")
+    assert ptx.build(rest, path) == len(rest) and ptx.build(rest, path) == 0
+    made = ptx_archive.read(path)
+    assert made.pipelines == {key: packaged.pipelines[key] for key in found}
+    for other in ({"compiled": {"architecture": "sm_90"}}, {"sources": {"gemv.h": ""}}):
+        ptx_archive.write(dataclasses.replace(made, **other), path)
+        assert ptx.build([first], path) == 1 and names(path) == {first["key"]}
+
+
 def test_without_a_compiler_the_command_says_so_and_keeps_the_file(monkeypatch, tmp_path):
     toolchain = pytest.importorskip("metal.host.toolchain")
 

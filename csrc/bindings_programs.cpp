@@ -254,15 +254,15 @@ void bind_programs(nb::module_& m) {
       "target"_a, "model"_a);
   m.def(
       "linear_pipelines",
-      [](const std::string& target, const std::string& dtype, nb::handle matrices) {
+      [](const std::string& target, const std::string& dtype, nb::handle matrices, bool float32) {
         Pipelines out;
         const Type t = to_type(dtype);
         for (const MatrixSpec& matrix : to_matrices(matrices, t)) {
-          linear_pipelines(parse_target(target), t, matrix, out);
+          linear_pipelines(parse_target(target), t, matrix, float32, out);
         }
         return to_python(out);
       },
-      "target"_a, "dtype"_a, "matrices"_a);
+      "target"_a, "dtype"_a, "matrices"_a, "float32"_a = false);
   m.def(
       "embed_pipelines",
       [](const std::string& dtype, nb::handle table) {

@@ -439,22 +439,20 @@ Pipelines step_pipelines(Target target, const ModelSpec& model, const std::vecto
 Pipelines layer_pipelines(Target target, const ModelSpec& model) {
   Pipelines out;
   const Type t = model.t;
-  for (const MatrixSpec* table : {&model.embedding, &model.head}) {
-    embed_pipelines(t, *table, out);
-    linear_pipelines(target, t, *table, out);
-  }
+  embed_pipelines(t, model.embedding, out);
+  linear_pipelines(target, t, model.head, true, out);
   for (const LayerSpec& l : distinct_layers(model).layers) {
     moe_pipelines(target, t, l.moe, out);
     if (l.delta) {
       for (const MatrixSpec* m :
            {&l.delta->qkv, &l.delta->z, &l.delta->b, &l.delta->a, &l.delta->out}) {
-        linear_pipelines(target, t, *m, out);
+        linear_pipelines(target, t, *m, false, out);
       }
       gated_delta_pipelines(target, t, out);
     } else {
       for (const MatrixSpec* m :
            {&l.attention->q, &l.attention->k, &l.attention->v, &l.attention->out}) {
-        linear_pipelines(target, t, *m, out);
+        linear_pipelines(target, t, *m, false, out);
       }
       attention_pipelines(t, out);
     }

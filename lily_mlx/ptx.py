@@ -1,84 +1,99 @@
 """The kernels' PTX: built ahead of time from the Metal source, loaded by the NVIDIA driver.
 
 A pipeline is a kernel with its function constants, which depend on the model's shapes; the package
-carries the PTX of the pipelines that `ptx_kernels/index.json` names. `python -m
-lily_mlx.ptx --model DIR` adds those of another model (from a checkout, with clang-19).
+carries the PTX of its own models' pipelines (`ptx_archive.PACKAGED`). `python -m lily_mlx.ptx`
+builds that file; `--model DIR` puts what another model needs besides into the user's cache. Both
+need a checkout with clang-19.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
-import json
-import os
 import re
-import tempfile
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent / "ptx_kernels"
+from lily_mlx import ptx_archive
+from lily_mlx.ptx_archive import PACKAGED, Archive, ArchiveError
+
 ARCHITECTURE = "sm_80"
 
 
-def register(kernels_added: Any, folder: Path = FOLDER) -> int:
-    """Name every packaged pipeline to the NVIDIA backend.
+def register(kernels_added: Any, path: Path = PACKAGED) -> int:
+    """Name every pipeline of an archive to the NVIDIA backend.
 
     Args:
-        kernels_added: called with (key, file, entry) for each.
+        kernels_added: called with (key, text, entry) for each.
 
     Returns:
-        How many there are; 0 when none was built.
+        How many there are.
+
+    Raises:
+        ArchiveError: it is damaged, or was compiled from other kernels than this package's.
     """
-    index = folder / "index.json"
-    if not index.exists():
-        return 0
-    entries = json.loads(index.read_text())
-    for key, (name, entry) in entries.items():
-        kernels_added(key, str(folder / name), entry)
-    return len(entries)
+    archive = _usable(path)
+    for key, (name, entry) in archive.pipelines.items():
+        kernels_added(key, archive.texts[name], entry)
+    return len(archive.pipelines)
 
 
-def build(pipelines: Iterable[dict[str, Any]], sources: Path, folder: Path = FOLDER) -> int:
-    """Compile pipelines that are not in `folder` yet.
+def _usable(path: Path) -> Archive:
+    from lily_mlx import kernels
+
+    archive = ptx_archive.read(path)
+    ptx_archive.check(archive, path, kernels.folder())
+    return archive
+
+
+def _usable_or_empty(path: Path) -> Archive:
+    try:
+        return _usable(path)
+    except ArchiveError:
+        return Archive()
+
+
+def build(pipelines: Iterable[dict[str, Any]], path: Path, fresh: bool = False) -> int:
+    """Compile pipelines into an archive. Those that it holds stay, unless they were compiled with
+    other flags or from other sources.
 
     Args:
         pipelines: as `Program.pipelines` gives them: kernel, file, constants, key.
-        sources: the folder of the .metal files.
-        folder: gets one .ptx a pipeline, and index.json.
+        path: the archive's file.
+        fresh: nothing that it holds stays.
 
     Returns:
-        How many were compiled.
+        How many are new or changed.
 
     Raises:
         metal.host.HostError: clang-19 or CUDA's device library is missing.
+        ArchiveError: the file cannot be written.
     """
-    from metal.host import cuda_tools
-    from metal.host.compiler import Source
+    from lily_mlx import kernels
+    from metal.host import compiler, cuda_tools
 
-    folder.mkdir(parents=True, exist_ok=True)
-    index = folder / "index.json"
-    entries = json.loads(index.read_text()) if index.exists() else {}
+    folder = kernels.folder()
+    flags = [*compiler.FLAGS, *compiler.STRICT_FLAGS, *compiler.PTX_FLAGS, "-ffp-contract=fast"]
+    compiled = {"architecture": ARCHITECTURE, "flags": " ".join(flags)}
+    archive = Archive() if fresh else _usable_or_empty(path)
+    if archive.compiled != compiled:
+        archive = Archive(compiled)
     built = 0
     for pipeline in pipelines:
-        source = Source(sources / pipeline["file"])
+        source = compiler.Source(folder / pipeline["file"])
         source.check()
         values = source.constant_values(pipeline["constants"])
         text = source.ptx(values, contract="fast", arch=ARCHITECTURE).read_text()
         entry = cuda_tools.entry_name(pipeline["kernel"])
         alone = with_residency(only_entry(text, entry), entry, pipeline["constants"])
-        name = f"{entry}-{hashlib.sha256(alone.encode()).hexdigest()[:12]}.ptx"
-        if entries.get(pipeline["key"]) == [name, entry] and (folder / name).exists():
-            continue
-        _write(folder / name, alone)
-        entries[pipeline["key"]] = [name, entry]
-        built += 1
-    _write(index, json.dumps(dict(sorted(entries.items())), indent=0) + "\n")
-    used = {name for name, _ in entries.values()}
-    for stale in folder.glob("*.ptx"):
-        if stale.name not in used:
-            stale.unlink()
+        name = f"{entry}-{ptx_archive.digest(alone.encode())[:12]}.ptx"
+        built += archive.pipelines.get(pipeline["key"]) != (name, entry)
+        archive.texts[name] = alone
+        archive.pipelines[pipeline["key"]] = (name, entry)
+        archive.sources |= ptx_archive.sources_of(pipeline["file"], folder)
+    ptx_archive.write(archive, path)
     return built
 
 
@@ -126,13 +141,6 @@ def only_entry(ptx: str, entry: str) -> str:
     return text
 
 
-def _write(path: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
-
-
 def decode_pipelines(
     shapes: dict[str, Any], capacities: Iterable[int], options: dict[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -162,15 +170,24 @@ def missing(keys: Iterable[str]) -> list[str]:
     """Those of the pipelines that nobody has compiled."""
     from lily_mlx import _ext
 
-    _register_once()
+    refusal()  # names what there is to the backend
     return [key for key in keys if not _ext.cuda_has_kernel(key)]
 
 
 @functools.cache
-def _register_once() -> None:
+def refusal() -> str:
+    """Why PTX that is there is not used, with the way out; "" where all of it is. The NVIDIA
+    backend knows the rest from then on."""
     from lily_mlx import _ext
 
-    register(_ext.cuda_add_kernel)
+    problems = []
+    for path in (PACKAGED, ptx_archive.user_archive()):
+        if path == PACKAGED or path.exists():
+            try:
+                register(_ext.cuda_add_kernel, path)
+            except ArchiveError as error:
+                problems.append(str(error))
+    return " ".join(problems)
 
 
 CAPACITIES = (1024, 1280, 8192, 32768, 131072)
@@ -179,13 +196,13 @@ CAPACITIES = (1024, 1280, 8192, 32768, 131072)
 
 def packaged() -> dict[str, Any]:
     """The pipelines that the package carries, by key: those of the bundled model and of the shapes
-    of Qwen3.6-35B-A3B. From a checkout."""
+    of Qwen3.6-35B-A3B."""
     import lily_mlx
-    from benchmarks import ledger
     from lily_mlx.loading import load
+    from lily_mlx.shapes import qwen3_6_35b_a3b
 
     bundled, _ = load(str(lily_mlx.BUNDLED_MODEL), lazy=True)
-    return model_pipelines(bundled) | model_pipelines(ledger.model())
+    return model_pipelines(bundled) | model_pipelines(qwen3_6_35b_a3b())
 
 
 def model_pipelines(model: Any) -> dict[str, Any]:
@@ -196,24 +213,40 @@ def model_pipelines(model: Any) -> dict[str, Any]:
     return decode_pipelines(shapes, CAPACITIES) | layer_pipelines(shapes)
 
 
+def not_packaged(pipelines: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some pipelines, by key, that the package does not carry."""
+    carried = _usable_or_empty(PACKAGED).pipelines
+    return {key: pipeline for key, pipeline in pipelines.items() if key not in carried}
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Compile what models run on an NVIDIA GPU: the package's own, or those of --model besides."""
-    from lily_mlx import kernels
+    """Compile what models run on an NVIDIA GPU: the package's own, or what --model needs besides;
+    in a checkout, with clang-19."""
     from lily_mlx.loading import load
 
     parser = argparse.ArgumentParser(prog="lily_mlx.ptx", description=main.__doc__)
     parser.add_argument("--model", action="append", help="a model folder; may be repeated")
-    parser.add_argument("--output", type=Path, default=FOLDER, help="where the PTX goes")
+    parser.add_argument("--output", type=Path, metavar="FILE",
+                        help=f"where the PTX goes: the package, or with --model "
+                        f"{ptx_archive.user_archive()}, where it is looked for")  # fmt: skip
     arguments = parser.parse_args(argv)
-    if arguments.model:
-        found: dict[str, Any] = {}
-        for path in arguments.model:
-            found |= model_pipelines(load(path, lazy=True)[0])
-    else:
-        found = packaged()
-        (arguments.output / "index.json").unlink(missing_ok=True)  # others' kernels go
-    count = build(found.values(), kernels.folder(), arguments.output)
-    print(f"{arguments.output}: {len(found)} pipelines, {count} written")
+    try:
+        from metal.host import HostError
+    except ImportError as error:
+        sys.exit(f"PTX is compiled by metal/host: run this in the root of a checkout ({error}).")
+    output = arguments.output or (ptx_archive.user_archive() if arguments.model else PACKAGED)
+    try:
+        if arguments.model:
+            found: dict[str, Any] = {}
+            for path in arguments.model:
+                found |= model_pipelines(load(path, lazy=True)[0])
+            found = not_packaged(found)
+        else:
+            found = packaged()
+        count = build(found.values(), output, fresh=not arguments.model)
+    except (ArchiveError, HostError, ValueError) as error:  # ValueError: a model's folder
+        sys.exit(str(error))
+    print(f"{output}: {len(found)} pipelines, {count} of them new")
 
 
 if __name__ == "__main__":

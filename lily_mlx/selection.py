@@ -143,7 +143,7 @@ def _answer(kind: str, on: str, dtype: str, what: Any, *rest: Any) -> Choice:
     choice = _choice(getattr(_ext, f"{kind}_kernel")(on, dtype, what, *rest))
     if choice and on == "cuda" and _ext.built_with_cuda:
         needed = {
-            "linear": lambda: _ext.linear_pipelines(on, dtype, what),
+            "linear": lambda: _ext.linear_pipelines(on, dtype, what, rest[1]),
             "embed": lambda: _ext.embed_pipelines(dtype, what),
             "moe": lambda: _ext.moe_pipelines(on, dtype, what),
             "gated_delta": lambda: _ext.gated_delta_pipelines(on, dtype),
@@ -169,4 +169,4 @@ def _compiled(choice: Choice, kind: str, needed: list[str]) -> Choice:
     if not missing:
         return choice
     text = f"{len(missing)} of {len(needed)} kernels of {kind} are not compiled: "
-    return Choice(None, "no_ptx", f"{text}python -m lily_mlx.ptx.")
+    return Choice(None, "no_ptx", ptx.refusal() or f"{text}python -m lily_mlx.ptx.")

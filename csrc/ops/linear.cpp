@@ -412,15 +412,14 @@ std::shared_ptr<LayerProgram> linear_program(Target target, Type t, int rows,
   return finished(b, inputs, outputs);
 }
 
-void linear_pipelines(Target target, Type t, const MatrixSpec& format, Pipelines& out) {
+void linear_pipelines(Target target, Type t, const MatrixSpec& format, bool float32,
+                      Pipelines& out) {
   const Constants constants = weight_format(format, t);
-  for (bool float32 : {false, true}) {
-    for (int most : {4, 8, kMostRowsTile}) {
-      add_pipeline(out, rows_kernel(t, float32, most), constants);
-    }
-    for (int rows : gemm_block_rows(target)) {
-      add_pipeline(out, gemm_kernel(target, t, float32, rows), constants);
-    }
+  for (int most : {4, 8, kMostRowsTile}) {
+    add_pipeline(out, rows_kernel(t, float32, most), constants);
+  }
+  for (int rows : gemm_block_rows(target)) {
+    add_pipeline(out, gemm_kernel(target, t, float32, rows), constants);
   }
 }
 

@@ -30,7 +30,8 @@ std::shared_ptr<LayerProgram> linear_program(Target target, Type t, int rows,
                                              const std::vector<MatrixSpec>& matrices, bool float32);
 
 // What a target may run for weights of this format, whatever their sizes and rows.
-void linear_pipelines(Target target, Type t, const MatrixSpec& format, Pipelines& out);
+void linear_pipelines(Target target, Type t, const MatrixSpec& format, bool float32,
+                      Pipelines& out);
 
 // ---- One row, as the decode step fuses it
 

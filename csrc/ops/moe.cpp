@@ -283,7 +283,7 @@ std::shared_ptr<LayerProgram> moe_program(Target target, Type t, int rows, const
 void moe_pipelines(Target target, Type t, const Moe<Specs>& m, Pipelines& out) {
   for (const MatrixSpec* product :
        {&m.router, &m.shared_router, &m.shared_gate, &m.shared_up, &m.shared_down}) {
-    linear_pipelines(target, t, *product, out);
+    linear_pipelines(target, t, *product, true, out);
   }
   for (int most : {4, 8, kMostRowsTile}) {
     add_pipeline(out, rows_kernel("moe_gate_up", t, most), weight_format(m.gate, t));

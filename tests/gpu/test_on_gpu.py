@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import mlx.core as mx
 import pytest
 
 import lily_mlx
-from benchmarks import gpu, gpu_checks, ledger
+from benchmarks import gpu, gpu_checks
 from lily_mlx import _ext, decode, ptx
 
 from . import executors, kernels
@@ -25,11 +23,7 @@ def card():
 @pytest.fixture(scope="module")
 def pair():
     """Four layers at the 35B shapes: the kernels of all forty."""
-    with pytest.MonkeyPatch.context() as patch:
-        shapes = copy.deepcopy(ledger.SHAPES)
-        shapes["text_config"]["num_hidden_layers"] = 4
-        patch.setattr(ledger, "SHAPES", shapes)
-        yield gpu.both_models()
+    return gpu.both_models(layers=4)
 
 
 def test_every_kernel_of_a_step_at_the_35b_shapes():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks import ledger
 from lily_mlx import _ext, spec
+from lily_mlx.shapes import qwen3_6_35b_a3b
 
 SWITCHES = (
     "fuse_norm", "fuse_projections", "fuse_residual", "fuse_delta", "fuse_route", "fuse_shared",
@@ -14,7 +14,7 @@ SWITCHES = (
 @pytest.fixture(scope="module")
 def shapes():
     """Those of the 35B model."""
-    return spec.model(ledger.model().language_model)
+    return spec.model(qwen3_6_35b_a3b().language_model)
 
 
 @pytest.mark.parametrize("off", [None, *SWITCHES])

@@ -8,9 +8,9 @@ from small import error, only
 from test_layers import linear, normal
 
 import lily_mlx
-from benchmarks import ledger
-from lily_mlx import _ext, kernels, layers, ptx, spec
+from lily_mlx import _ext, kernels, layers, ptx, ptx_archive, spec
 from lily_mlx.loading import load
+from lily_mlx.shapes import qwen3_6_35b_a3b
 
 BF16 = mx.bfloat16
 
@@ -18,7 +18,7 @@ BF16 = mx.bfloat16
 @pytest.fixture(scope="module")
 def shapes():
     """Those of the 35B model."""
-    return spec.model(ledger.model().language_model)
+    return spec.model(qwen3_6_35b_a3b().language_model)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 70])
@@ -71,8 +71,8 @@ def test_the_index_covers_any_number_of_rows(shapes):
     for rows in (*range(1, 40), 63, 64, 65, 127, 128, 129, 300, 511, 2048, 4096, 9000):
         matrices = [delta["qkv"], delta["z"], delta["b"], delta["a"]]
         programs = [_ext.moe_program("cuda", "bfloat16", rows, moe)]
-        for wide in (False, True):
-            programs.append(_ext.linear_program("cuda", "bfloat16", rows, matrices, wide))
+        programs.append(_ext.linear_program("cuda", "bfloat16", rows, matrices))
+        programs.append(_ext.linear_program("cuda", "bfloat16", rows, [shapes["head"]], True))
         programs.append(_ext.embed_program("cuda", "bfloat16", rows, shapes["embedding"]))
         needed = {p["key"] for b in programs for p in b.program.pipelines}
         assert needed <= known, rows
@@ -200,13 +200,13 @@ FORMS = [{}, *({name: False} for name in ("mma", "fuse_norm", "fuse_projections"
 
 def _ways_to_start(program):
     """Of each dispatch, by its PTX: waits (starts early and waits by itself), starts_next."""
-    index = json.loads((ptx.FOLDER / "index.json").read_text())
+    archive = ptx_archive.read(ptx_archive.PACKAGED)
     ways = []
     for d in _described(program):
         # A form that no package carries: another tile of the kernel starts its follower alike.
-        name = index.get(program.pipelines[d["pipeline"]]["key"], [None])[0]
-        files = [ptx.FOLDER / name] if name else ptx.FOLDER.glob(f"{d['kernel']}-*.ptx")
-        texts = [file.read_text() for file in files] or [""]
+        name, _ = archive.pipelines.get(program.pipelines[d["pipeline"]]["key"], ("", ""))
+        alike = [name] if name else [t for t in archive.texts if t.startswith(f"{d['kernel']}-")]
+        texts = [archive.texts[t] for t in alike] or [""]
         waits = [text.find("griddepcontrol.wait") for text in texts]
         starts = [text.find("griddepcontrol.launch_dependents") for text in texts]
         assert len({(w < 0, s < w) for w, s in zip(waits, starts, strict=True)}) == 1, d["kernel"]
@@ -336,7 +336,7 @@ def _moe(columns, experts, top_k):
 
 @pytest.mark.parametrize("experts,top_k", [(256, 8), (8, 2), (64, 1)])
 def test_no_size_needs_a_kernel_that_was_not_compiled(experts, top_k):
-    linear = _ext.linear_pipelines("cuda", "bfloat16", [(64, 64, 4, 64, 1)])
+    linear = _ext.linear_pipelines("cuda", "bfloat16", [(64, 64, 4, 64, 1)], True)
     moe = _ext.moe_pipelines("cuda", "bfloat16", _moe(64, experts, top_k))
     linear, moe = ({p["key"] for p in found} for found in (linear, moe))
     for rows in (1, 6, 16, 17, 32, 33, 100, 256, 512, 700, 1024, 2048, 4096, 20000):

@@ -13,13 +13,14 @@ import small
 import lily_mlx
 from benchmarks import ledger
 from lily_mlx import spec
+from lily_mlx.shapes import qwen3_6_35b_a3b
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def model():
-    return ledger.model()
+    return qwen3_6_35b_a3b()
 
 
 def test_the_35b_model_is_traced_without_its_weights(model):

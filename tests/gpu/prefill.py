@@ -1,4 +1,4 @@
-"""python -m tests.gpu_prefill [--ptx FOLDER]: the layer primitives on an NVIDIA GPU.
+"""python -m tests.gpu.prefill [--ptx FILE]: the layer primitives on an NVIDIA GPU.
 
 The bundled model's logits of prompts of several lengths, and each of its layers alone, against the
 CPU reference in the same process (and stock's, for scale). Fit for compute-sanitizer. Ends with 1
@@ -51,8 +51,8 @@ def difference(a: mx.array, b: mx.array) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="tests.gpu_prefill", description=__doc__)
-    parser.add_argument("--ptx", type=Path, help="a folder of PTX beside the package's")
+    parser = argparse.ArgumentParser(prog="tests.gpu.prefill", description=__doc__)
+    parser.add_argument("--ptx", type=Path, metavar="FILE", help="PTX beside the package's")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 5, 12, 40, 100, 700])
     arguments = parser.parse_args()
     if mx.default_device().type != mx.DeviceType.gpu:
@@ -70,7 +70,7 @@ def main() -> None:
             if field in part:
                 for at, kind, choice in part[field].report(mx.bfloat16):
                     print(f"{name}.{field}.{at} {kind}: {choice.kernel or choice.reason}")
-    _ext.reset_metal_host_counts()
+    _ext.reset_run_counts()
     failed = []
 
     def check(what: str, got: mx.array, want: mx.array, limit: float = TOLERANCE) -> None:
@@ -101,7 +101,7 @@ def main() -> None:
             check("  (stock)", on(gpu, logits, stock, ids), want, 1.0)
         check("  in two chunks", on(gpu, logits, ours, ids, cut=length // 2), want, 0.05)
         check("  twice in a batch", on(gpu, logits, ours, ids, batch=2)[1:], want, 0.05)
-    for kind, kernel, reason, count in _ext.metal_host_counts():
+    for kind, kernel, reason, count in _ext.run_counts():
         print(f"{kind:20} {kernel:12} {count:5} {reason}")
         if reason:
             failed.append(f"{kind}: {reason}")

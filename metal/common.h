@@ -1,7 +1,7 @@
 // What every decode kernel uses: conversions, activations, reductions, and products with quantized
 // rows.
 //
-// A is the activation dtype (bfloat, half, float). Products, sums, gates and states are fp32; a
+// A is the activation dtype (bfloat or half). Products, sums, gates and states are fp32; a
 // value is rounded to A once, by an explicit cast. Nothing here assumes contraction or fast-math:
 // where a fused multiply-add matters for speed or for equal bits it is spelt fma().
 #pragma once
@@ -57,7 +57,7 @@ METAL_FUNC float minus_infinity() {
 //
 // Overloads choose by a value of A (its content is not used); x points to fp32 in registers.
 
-// The values of one 16-byte word: eight of a 16-bit A, four of fp32.
+// The eight values of one 16-byte word.
 METAL_FUNC void widen(uint4 u, thread float* x, bfloat) {
   for (int i = 0; i < 4; ++i) {
     x[2 * i] = as_type<float>(u[i] << 16);
@@ -70,12 +70,6 @@ METAL_FUNC void widen(uint4 u, thread float* x, half) {
     const half2 v = as_type<half2>(u[i]);
     x[2 * i] = float(v.x);
     x[2 * i + 1] = float(v.y);
-  }
-}
-
-METAL_FUNC void widen(uint4 u, thread float* x, float) {
-  for (int i = 0; i < 4; ++i) {
-    x[i] = as_type<float>(u[i]);
   }
 }
 
@@ -99,40 +93,10 @@ METAL_FUNC uint4 narrow(thread const float* x, half) {
   return u;
 }
 
-METAL_FUNC uint4 narrow(thread const float* x, float) {
-  uint4 u;
-  for (int i = 0; i < 4; ++i) {
-    u[i] = as_type<uint>(x[i]);
-  }
-  return u;
-}
-
-// Eight values of A as they are in memory, so that they can be on their way during other work.
-template <typename A>
-struct Piece {
-  uint4 words[sizeof(A) / 2];
-};
-
-template <typename A>
-METAL_FUNC void load_piece(device const A* p, thread Piece<A>& piece) {
-  for (int i = 0; i < int(sizeof(A)) / 2; ++i) {
-    piece.words[i] = ((device const uint4*)p)[i];
-  }
-}
-
-template <typename A>
-METAL_FUNC void widen(thread const Piece<A>& piece, thread float* x) {
-  for (int i = 0; i < int(sizeof(A)) / 2; ++i) {
-    widen(piece.words[i], x + i * int(16 / sizeof(A)), A(0.0f));
-  }
-}
-
 // Eight values of A from a 16-byte aligned address.
 template <typename A>
 METAL_FUNC void load8(device const A* p, thread float* x) {
-  Piece<A> piece;
-  load_piece(p, piece);
-  widen(piece, x);
+  widen(*(device const uint4*)p, x, A(0.0f));
 }
 
 // ---------------------------------------------------------------- activations
@@ -198,7 +162,7 @@ METAL_FUNC bool ranks_before(float value, uint id, float other_value, uint other
 // ---------------------------------------------------------------- products with weight rows
 //
 // A unit is the 16 bytes that a lane loads at once: 32 codes of 4 bits, 16 of 8 bits, or 8 values
-// of a 16-bit A. Unpacking is what limits a GEMV once its loads are wide, and shifts and
+// of A. Unpacking is what limits a GEMV once its loads are wide, and shifts and
 // conversions are the slow part of it. So a code is masked into the mantissa of a float whose
 // exponent makes the value c + code exactly (c = 16 for bits 19..22, 256 for bits 15..18
 // or 15..22): one shift serves two 4-bit codes, one mask-and-or gives the float, no conversion is
@@ -345,9 +309,7 @@ struct StagedRow {
 template <typename A>
 METAL_FUNC void store_piece(StagedRow<A> row, int piece, thread const float* x) {
   const int slot = piece_slot(piece);
-  for (int i = 0; i < int(sizeof(A)) / 2; ++i) {
-    row.words[slot * int(sizeof(A) / 2) + i] = narrow(x + i * int(16 / sizeof(A)), A(0.0f));
-  }
+  row.words[slot] = narrow(x, A(0.0f));
   float2 sums;
   sums.x = (x[0] + x[2]) + (x[4] + x[6]);
   sums.y = (x[1] + x[3]) + (x[5] + x[7]);
@@ -357,18 +319,11 @@ METAL_FUNC void store_piece(StagedRow<A> row, int piece, thread const float* x) 
 // The part of x that meets unit `unit` of a weight row.
 template <typename A, int CODES>
 METAL_FUNC void load_unit_x(StagedRow<A> row, int unit, thread UnitX<CODES>& v) {
-  constexpr int kWords = int(sizeof(A)) / 2;  // 16-byte words a piece
-  if (CODES < 8) {
-    widen(row.words[piece_slot(unit / 2) * kWords + unit % 2], v.x, A(0.0f));
-    return;
-  }
   v.even = 0.0f;
   v.odd = 0.0f;
   for (int i = 0; i < CODES / 8; ++i) {
     const int slot = piece_slot(unit * (CODES / 8) + i);
-    for (int j = 0; j < kWords; ++j) {
-      widen(row.words[slot * kWords + j], v.x + i * 8 + j * int(16 / sizeof(A)), A(0.0f));
-    }
+    widen(row.words[slot], v.x + i * 8, A(0.0f));
     const float2 sums = row.sums[slot];
     v.even += sums.x;
     v.odd += sums.y;
@@ -403,10 +358,10 @@ METAL_FUNC void stage_pieces(StagedRow<A> row, device const A* h, device const A
   // The first piece of a thread stays in registers: it is all there is when K <= 8 * threads.
   float x[8];
   float w[8];
-  Piece<A> first_weight;
+  uint4 first_weight;
   const bool has = int(tid) < pieces;
   if (has && norm) {
-    load_piece(weight + tid * 8, first_weight);
+    first_weight = *(device const uint4*)(weight + tid * 8);
   }
   if (waits) {
     wait_for_previous();
@@ -438,7 +393,7 @@ METAL_FUNC void stage_pieces(StagedRow<A> row, device const A* h, device const A
     }
     if (norm) {
       if (p == int(tid)) {
-        widen(first_weight, w);
+        widen(first_weight, w, A(0.0f));
       } else {
         load8(weight + p * 8, w);
       }
@@ -448,9 +403,7 @@ METAL_FUNC void stage_pieces(StagedRow<A> row, device const A* h, device const A
     }
     store_piece(row, p, x);
     if (write_copy) {
-      for (int i = 0; i < int(sizeof(A)) / 2; ++i) {
-        ((device uint4*)(copy + p * 8))[i] = narrow(x + i * int(16 / sizeof(A)), A(0.0f));
-      }
+      *(device uint4*)(copy + p * 8) = narrow(x, A(0.0f));
     }
   }
 }

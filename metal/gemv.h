@@ -31,7 +31,7 @@ constant int kRows0 [[function_constant(1)]];  // rows of matrix 0 to 3; 0 when 
 constant int kRows1 [[function_constant(2)]];
 constant int kRows2 [[function_constant(3)]];
 constant int kRows3 [[function_constant(4)]];
-constant int kBits0 [[function_constant(5)]];  // 4, 8, or 8 * sizeof(A): not quantized
+constant int kBits0 [[function_constant(5)]];  // 4, 8, or 16: not quantized
 constant int kBits1 [[function_constant(6)]];
 constant int kBits2 [[function_constant(7)]];
 constant int kBits3 [[function_constant(8)]];
@@ -115,7 +115,6 @@ METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, device const A* h
                           device const A* norm_weight, device A* x_out, StagedRow<A> x,
                           threadgroup float* scratch, thread Put& put, uint group, uint tid,
                           uint simdgroup, uint lane) {
-  constexpr int kPlain = 16 / int(sizeof(A));
   const int lanes = at_least_1(kLanes);
   const int split = at_least_1(kSplit);
   const int groups = kK / at_least_1(kGroup);
@@ -175,7 +174,7 @@ METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, device const A* h
       } else if (m.bits == 8) {
         add_tile<A, R, U, 16>(now, x, unit, lanes, acc);
       } else {
-        add_tile<A, R, U, kPlain>(now, x, unit, lanes, acc);
+        add_tile<A, R, U, 8>(now, x, unit, lanes, acc);
       }
     }
     // Lane r of a row's lanes keeps the sum of row r.

@@ -1,9 +1,8 @@
 // Products of 2 to 16 rows with quantized weights: each weight is read once and meets every row.
 //
 // What it computes, fp32 sums, weights unrounded (scale * code + bias in fp32):
-//   gemv_rows          y = rnd(x W^T), or fp32 unrounded, or rnd(h + rnd(x W^T)); x [rows, K], W
-//                      [N, K]
-//   gemv_rows_multi    up to four matrices with the same x and K (n = 0 for none)
+//   gemv_rows_multi    y_i = rnd(x W_i^T), or fp32 unrounded; x [rows, K], up to four matrices W_i
+//                      [n_i, K] (n_i = 0 for none)
 //   moe_gate_up_rows   act[s] = rnd(silu(gate_e x) * (up_e x)), s sorted assignments of routing.h
 //   moe_down_rows      down[order[s]] = down_e act[s], fp32
 // The expert kernels take one block map entry (block_rows >= MT) a threadgroup row, so that an
@@ -31,14 +30,6 @@ namespace lily {
 
 constant constexpr int kRowsThreads = 128;
 constant constexpr int kRowsUnit = 16;  // codes a lane takes at once
-
-struct GemvRowsParams {
-  int rows;
-  int n;
-  int depth;
-  int lanes;
-  int has_residual;
-};
 
 struct GemvRowsMultiParams {
   int rows;
@@ -211,7 +202,6 @@ METAL_FUNC void gemv_rows_matrix(
     const device uint* w,
     const device A* scales,
     const device A* biases,
-    const device A* h,
     device O* y,
     threadgroup uint* x_rows,
     threadgroup uint4* xs,
@@ -219,7 +209,6 @@ METAL_FUNC void gemv_rows_matrix(
     int n,
     int depth,
     int lanes,
-    bool has_residual,
     int group_index,
     uint tid,
     uint sg,
@@ -242,9 +231,7 @@ METAL_FUNC void gemv_rows_matrix(
 #pragma clang loop unroll(full)
       for (int m = 0; m < MT; ++m) {
         if (m < rows && first + r < n) {
-          const size_t at = size_t(m) * n + first + r;
-          const float v = sums[r * MT + m];
-          y[at] = O(has_residual ? float(h[at]) + float(A(v)) : v);
+          y[size_t(m) * n + first + r] = O(sums[r * MT + m]);
         }
       }
     }
@@ -254,41 +241,6 @@ METAL_FUNC void gemv_rows_matrix(
 }  // namespace lily
 
 using namespace lily;
-
-template <typename A, typename O, int R, int MT>
-[[kernel]] void gemv_rows(
-    const device A* x [[buffer(0)]],
-    const device uint* w [[buffer(1)]],
-    const device A* scales [[buffer(2)]],
-    const device A* biases [[buffer(3)]],
-    const device A* h [[buffer(4)]],
-    device O* y [[buffer(5)]],
-    constant GemvRowsParams& p [[buffer(6)]],
-    uint3 tg [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint sg [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup uint x_rows[MT];
-  threadgroup uint4 xs[2 * MT * 32];
-  gemv_rows_matrix<A, O, R, MT>(
-      x,
-      w,
-      scales,
-      biases,
-      h,
-      y,
-      x_rows,
-      xs,
-      p.rows,
-      p.n,
-      p.depth,
-      p.lanes,
-      p.has_residual != 0,
-      int(tg.x),
-      tid,
-      sg,
-      lane);
-}
 
 template <typename A, typename O, int R, int MT>
 [[kernel]] void gemv_rows_multi(
@@ -331,7 +283,6 @@ template <typename A, typename O, int R, int MT>
       m == 0 ? w0 : m == 1 ? w1 : m == 2 ? w2 : w3,
       m == 0 ? scales0 : m == 1 ? scales1 : m == 2 ? scales2 : scales3,
       m == 0 ? biases0 : m == 1 ? biases1 : m == 2 ? biases2 : biases3,
-      x,
       m == 0 ? y0 : m == 1 ? y1 : m == 2 ? y2 : y3,
       x_rows,
       xs,
@@ -339,7 +290,6 @@ template <typename A, typename O, int R, int MT>
       p.n[m],
       p.depth,
       p.lanes,
-      false,
       tile,
       tid,
       sg,

@@ -221,7 +221,6 @@ METAL_FUNC void add_tile_pair(thread const Tile<A, R, U>& gate, thread const Til
 template <typename A, int R, int U>
 METAL_FUNC void gate_up_body(Rows3<A> gate, Rows3<A> up, device A* act, StagedRow<A> x,
                              int first_row, int width, int bits, int block, uint lane, bool waits) {
-  constexpr int kPlain = 16 / int(sizeof(A));
   const int lanes = at_least_1(kUpLanes);
   const int sub_row = int(lane) / lanes;
   const int sub_lane = int(lane) % lanes;
@@ -264,7 +263,7 @@ METAL_FUNC void gate_up_body(Rows3<A> gate, Rows3<A> up, device A* act, StagedRo
     } else if (bits == 8) {
       add_tile_pair<A, R, U, 16>(g, p, x, unit, lanes, gate_sum, up_sum);
     } else {
-      add_tile_pair<A, R, U, kPlain>(g, p, x, unit, lanes, gate_sum, up_sum);
+      add_tile_pair<A, R, U, 8>(g, p, x, unit, lanes, gate_sum, up_sum);
     }
   }
   float g = 0.0f;
@@ -373,9 +372,8 @@ template <typename A, int KMAX>
 template <typename A, int CODES>
 METAL_FUNC void load_unit_x(device const A* x, int unit, thread UnitX<CODES>& v) {
   device const uint4* p = (device const uint4*)(x + unit * CODES);
-  constexpr int kValues = 16 / int(sizeof(A));
-  for (int i = 0; i < CODES / kValues; ++i) {
-    widen(p[i], v.x + i * kValues, A(0.0f));
+  for (int i = 0; i < CODES / 8; ++i) {
+    widen(p[i], v.x + i * 8, A(0.0f));
   }
   v.even = 0.0f;
   v.odd = 0.0f;
@@ -403,7 +401,6 @@ METAL_FUNC void add_tile_of_act(thread const Tile<A, R, U>& t, device const A* a
 template <typename A, int R, int U>
 METAL_FUNC void down_body(Rows3<A> down, device const A* act, threadgroup float* products,
                           int first_row, int row0, int width, int bits, uint lane) {
-  constexpr int kPlain = 16 / int(sizeof(A));
   const int lanes = at_least_1(kDownLanes);
   const int sub_row = int(lane) / lanes;
   const int sub_lane = int(lane) % lanes;
@@ -430,7 +427,7 @@ METAL_FUNC void down_body(Rows3<A> down, device const A* act, threadgroup float*
     } else if (bits == 8) {
       add_tile_of_act<A, R, U, 16>(t, act, unit, lanes, sum);
     } else {
-      add_tile_of_act<A, R, U, kPlain>(t, act, unit, lanes, sum);
+      add_tile_of_act<A, R, U, 8>(t, act, unit, lanes, sum);
     }
   }
   for (int r = 0; r < R; ++r) {

@@ -58,8 +58,8 @@ def run(
     if c[18]:
         # The norm's fp32 sum is added in another order: one rounding step either way, seldom.
         got = a.load(x_out)
-        assert np.abs(got - x).max() <= max(a.ulp, 2e-6) * np.abs(x).max()
-        assert a is F32 or (got != x).mean() < 0.02
+        assert np.abs(got - x).max() <= a.ulp * np.abs(x).max()
+        assert (got != x).mean() < 0.02
         x = got
     # The fp32 sums of gemv_sync.h carry 128 x, or 1024 x, besides code * x.
     base = (8 if a is BF16 else 64) if sync else 1
@@ -178,14 +178,10 @@ def test_more_pieces_than_threads_checked() -> None:
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("a", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("a", ["bf16", "f16"])
 def test_formats(a: str, bits: int, group: int) -> None:
     # lanes * u units of 4 bits are 2048 values, of 8 bits 1024.
     run("cpu", DTYPES[a], 2048, [37], [bits], group, lanes=32, r=2, u=2, norm=True, write_x=True)
-
-
-def test_unquantized_float32() -> None:
-    run("cpu", F32, 256, [17], [32], 64, lanes=32, r=4, u=1, norm=True, write_x=True)
 
 
 @pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)

@@ -124,13 +124,12 @@ def test_argmax_of_logits_in_memory(host: str) -> None:
     assert token[0] == 131
 
 
-@pytest.mark.parametrize("a", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("a", ["bf16", "f16"])
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_embedding(a: str, bits: int) -> None:
     a = DTYPES[a]
     rng = np.random.default_rng(6)
     k, n, group = 320, 11, 32
-    bits = bits if bits <= 8 else a.store(np.zeros(1)).itemsize * 8
     w = make_weight(rng, (n, k), a, bits, group)
     c = gemv_constants(k, [w], simdgroups=1) | {20: False, 21: 1, 22: False}
     for token, row in ((0, 0), (10, 10), (11, 10), (2**32 - 1, 10)):

@@ -195,10 +195,6 @@ class Layer:
             y, size = y + gate * p, size + gate * n
         # y is rounded before the residual is added.
         want = a.load(self.h).astype(np.float64) + y
-        if (
-            a is F32
-        ):  # nothing is rounded after the fp32 sums: what unpacking loses shows (metal/common.h)
-            size = size * 5
         assert_rounded(a.load(out), want, a, size + np.abs(y) * a.ulp * 2.6e5, "out")
 
 
@@ -262,7 +258,7 @@ def test_no_shared_expert_and_no_renormalising() -> None:
     check_layer("checked", Shape(64, 4, 256, 64, 0, norm=False), BF16)
 
 
-@pytest.mark.parametrize("a", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("a", ["bf16", "f16"])
 @pytest.mark.parametrize("bits,group", [(4, 32), (4, 64), (8, 32), (8, 64)])
 def test_bundled_layer(a: str, bits: int, group: int) -> None:
     s = Shape(

@@ -1,4 +1,4 @@
-"""q/k norm, rotary, cache write and output gate of prefill attention."""
+"""q/k norm, rotary and cache write of prefill attention."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,6 @@ from tests.kernels.prefill.harness import (
     TYPES,
     ULP,
     assert_close,
-    ints,
     normal,
     params,
     rnd,
@@ -66,36 +65,5 @@ def test_batch_with_one_offset_and_with_its_own():
     prep("bf16", 3, 5, 2, 1, offsets=(7, 0, 300), capacity=16, first=7)
 
 
-def test_full_rotary_of_128():
-    prep("fp16", 1, 6, 4, 2, d=128, rd=128, offsets=(11,))
-
-
 def test_prep_checked():
     prep("bf16", 2, 5, 2, 1, offsets=(3, 4), capacity=9, first=2, host="checked")
-
-
-def gate(a, batch, tokens, hq, d, token_major, host="cpu"):
-    rng = np.random.default_rng(tokens)
-    shape = (batch, tokens, hq, d) if token_major else (batch, hq, tokens, d)
-    o = normal(rng, shape, a)
-    qg = normal(rng, (batch, tokens, hq, 2, d), a, 3.0)
-    out = np.zeros((batch, tokens, hq * d), np.uint16)
-    strides = (d, hq * d) if token_major else (tokens * d, d)
-    p = ints(tokens, hq, d, hq * tokens * d, *strides)
-    grid = (-(-tokens * hq * d // 1024), 1, batch)
-    run("attention_prep", f"attention_gate_{a}", [o, qg, out, p], grid, (256, 1, 1), host)
-    x = values(o, a) if token_major else values(o, a).transpose(0, 2, 1, 3)
-    want = rnd(x * ref.sigmoid(values(qg[..., 1, :], a)), a).reshape(out.shape)
-    assert_close(values(out, a), want, ULP[a])
-
-
-@pytest.mark.parametrize("a", TYPES)
-@pytest.mark.parametrize("token_major", [True, False])
-def test_gate(a, token_major):
-    for tokens in (1, 3, 8):
-        gate(a, 2, tokens, 8, 256, token_major)
-    gate(a, 1, 5, 3, 100, token_major)
-
-
-def test_gate_checked():
-    gate("bf16", 1, 3, 2, 100, False, "checked")

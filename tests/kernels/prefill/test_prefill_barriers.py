@@ -9,7 +9,6 @@ import pytest
 
 from metal.host import KernelFault, Library
 from tests.kernels.prefill import harness
-from tests.kernels.prefill import test_prefill_gdn_chunk as chunk
 from tests.kernels.prefill import test_prefill_gdn_scan as scan
 from tests.kernels.prefill import test_prefill_gemv_rows as rows
 from tests.kernels.prefill import test_prefill_qgemm as qgemm
@@ -26,12 +25,12 @@ def route():
 
 
 def scans():
-    for kernel, r, tokens in (("gdn_scan_norm", 4, 26), ("gdn_scan_block", 2, 34)):
+    for kernel, tokens in (("gdn_scan_norm", 50), ("gdn_scan_block", 34)):
         c = scan.Case("bf16", 1, tokens, 1, 1)
-        y, state = scan.scan(c, kernel, r, "checked")
+        y, state = scan.scan(c, kernel, "checked")
         want_y, want_state = scan.scan(c)
         np.testing.assert_array_equal(state, want_state)
-        np.testing.assert_array_equal(y, scan.norm(c, want_y) if r == 4 else want_y)
+        np.testing.assert_array_equal(y, scan.norm(c, want_y) if "norm" in kernel else want_y)
 
 
 def norm():
@@ -54,25 +53,18 @@ CASES = {
     ),
     "gdn_scan": (
         {
-            "gdn_scan_norm_bf16_r4": "gdn_scan_norm<bfloat, 4>",
+            "gdn_scan_norm_bf16_r2": "gdn_scan_norm<bfloat, 2>",
             "gdn_scan_block_bf16_r2": "gdn_scan_block<bfloat, 2>",
         },
         scans,
     ),
-    "gdn_chunk": (
-        {
-            "gdn_chunk_prepare_bf16": "gdn_chunk_prepare<bfloat>",
-            "gdn_chunk_scan_bf16": "gdn_chunk_scan<bfloat>",
-        },
-        lambda: chunk.check(chunk.Case("bf16", 1, 40, 1, 1), "checked"),
-    ),
     "gemm_tiles": (
-        {"qgemm_bf16_bf16_m32": "qgemm<bfloat, bfloat, GemmBlock32, SimdgroupTile>"},
+        {"qgemm_multi_bf16_bf16_m32": "qgemm_multi<bfloat, bfloat, GemmBlock32, SimdgroupTile>"},
         lambda: qgemm.gemm("bf16", 33, 64, 128, host="checked"),
     ),
     "gemv_rows": (
         {
-            "gemv_rows_bf16_bf16_m4": "gemv_rows<bfloat, bfloat, 2, 4>",
+            "gemv_rows_multi_bf16_bf16_m4": "gemv_rows_multi<bfloat, bfloat, 2, 4>",
             "moe_gate_up_rows_bf16_m4": "moe_gate_up_rows<bfloat, 2, 4>",
             "moe_down_rows_bf16_m4": "moe_down_rows<bfloat, 2, 4>",
         },

@@ -32,28 +32,46 @@ def product(x, w, a):
     return values(x, a).astype(np.float64) @ w.astype(np.float64).T
 
 
-def dense(a, rows, n, k, nbits=4, group=64, output="A", residual=False, host="cpu", lanes=None):
-    rng = np.random.default_rng(rows * 1000 + n)
-    x, h = normal(rng, (rows, k), a), normal(rng, (rows, n), a)
-    w, s, b, full = quantize(rng, n, k, a, nbits, group)
-    y = np.zeros((rows, n), np.uint16 if output == "A" else np.float32)
+def launch(a, x, matrices, nbits=4, group=64, output="A", host="cpu", lanes=None):
+    """The products of x with up to four (codes, scales, biases, rows), None for no matrix."""
+    rows, k = x.shape
     mt, r = most_rows(rows)
     lanes = lanes or lanes_for(k)
-    kernel = f"gemv_rows_{a}_{a if output == 'A' else 'fp32'}_m{mt}"
-    buffers = [x, w, s, b, h, y, ints(rows, n, k, lanes, residual)]
-    grid = (-(-n // (4 * r * (32 // lanes))), 1, 1)
-    run("gemv_rows", kernel, buffers, grid, THREADS, host, {0: nbits, 1: group})
-    want = product(x, full, a) + (values(h, a) if residual else 0.0)
-    if output == "A":
-        assert_close(values(y, a), want, ULP[a] + FP32)
-    else:
-        assert_close(y, want, FP32)
+    buffers, outs, sizes, groups = [x], [], [], 0
+    for m in [*matrices, None, None, None, None][:4]:
+        n = m[3] if m else 0
+        y = np.full((rows, max(n, 1)), 7, np.uint16 if output == "A" else np.float32)
+        buffers += [*(m[:3] if m else (x, x, x)), y]
+        outs.append(y)
+        sizes.append(n)
+        groups += -(-n // (4 * r * (32 // lanes)))
+    kernel = f"gemv_rows_multi_{a}_{a if output == 'A' else 'fp32'}_m{mt}"
+    buffers.append(ints(rows, k, lanes, *sizes))
+    run("gemv_rows", kernel, buffers, (groups, 1, 1), THREADS, host, {0: nbits, 1: group})
+    for n, y in zip(sizes, outs, strict=True):
+        assert n or (y == 7).all(), "an absent matrix was written"
+    return [values(y, a) if output == "A" else y for n, y in zip(sizes, outs, strict=True) if n]
+
+
+def multi(a, rows, sizes, k, nbits=4, group=64, output="A", **options):
+    """sizes: rows of each matrix, 0 for none."""
+    rng = np.random.default_rng(rows * 1000 + sizes[0])
+    x = normal(rng, (rows, k), a)
+    made = [quantize(rng, n, k, a, nbits, group) if n else None for n in sizes]
+    matrices = [(*m[:3], n) if m else None for m, n in zip(made, sizes, strict=True)]
+    outs = launch(a, x, matrices, nbits, group, output, **options)
+    for got, m in zip(outs, filter(None, made), strict=True):
+        assert_close(got, product(x, m[3], a), FP32 + (ULP[a] if output == "A" else 0.0))
+
+
+def dense(a, rows, n, k, *format, **options):
+    multi(a, rows, (n,), k, *format, **options)
 
 
 @pytest.mark.parametrize("a", TYPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 15, 16])
 def test_rows(a, rows):
-    dense(a, rows, 33, 512, residual=True)
+    dense(a, rows, 33, 512)
     dense(a, rows, 33, 64, output="fp32")
 
 
@@ -85,35 +103,8 @@ def test_formats(nbits, group, a):
 def test_unquantized_weights(a):
     rng = np.random.default_rng(0)
     x, w = normal(rng, (5, 128), a), normal(rng, (9, 128), a)
-    y, none = np.zeros((5, 9), np.float32), np.zeros(18, np.uint16)
-    buffers = [x, w.view(np.uint32), none, none, x, y, ints(5, 9, 128, 8, 0)]
-    run("gemv_rows", f"gemv_rows_{a}_fp32_m8", buffers, (1, 1, 1), THREADS, "cpu", {0: 16, 1: 64})
+    (y,) = launch(a, x, [(w.view(np.uint32), x, x, 9)], 16, 64, output="fp32")
     assert_close(y, product(x, values(w, a), a), FP32)
-
-
-def multi(a, rows, sizes, k, output="A", host="cpu"):
-    rng = np.random.default_rng(rows)
-    x = normal(rng, (rows, k), a)
-    mt, r = most_rows(rows)
-    lanes = lanes_for(k)
-    made = 4 * r * (32 // lanes)
-    buffers, wanted, outs = [x], [], []
-    for n in sizes:
-        w, s, b, full = quantize(rng, max(n, 1), k, a, 4, 64)
-        y = np.full((rows, max(n, 1)), 7, np.uint16 if output == "A" else np.float32)
-        buffers += [w, s, b, y]
-        wanted.append(product(x, full, a))
-        outs.append(y)
-    kernel = f"gemv_rows_multi_{a}_{a if output == 'A' else 'fp32'}_m{mt}"
-    grid = (sum(-(-n // made) for n in sizes), 1, 1)
-    p = ints(rows, k, lanes, *sizes)
-    run("gemv_rows", kernel, [*buffers, p], grid, THREADS, host, {0: 4, 1: 64})
-    for n, y, want in zip(sizes, outs, wanted, strict=True):
-        if n:
-            got = values(y, a) if output == "A" else y
-            assert_close(got, want, FP32 + (ULP[a] if output == "A" else 0))
-        else:
-            assert (y == 7).all()
 
 
 @pytest.mark.parametrize("a", TYPES)
@@ -175,7 +166,7 @@ def test_expert_width_that_is_no_multiple_of_the_columns(host):
 
 @pytest.mark.parametrize("rows", [3, 7, 12])
 def test_checked(rows):
-    dense("bf16", rows, 35, 320, residual=True, host="checked")
+    dense("bf16", rows, 35, 320, host="checked")
     dense("bf16", rows, 5, 64, output="fp32", host="checked")
     multi("bf16", rows, (5, 3, 7, 1), 64, host="checked")
     multi("bf16", rows, (5, 0, 7, 1), 64, output="fp32", host="checked")

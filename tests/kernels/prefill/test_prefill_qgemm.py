@@ -16,7 +16,6 @@ from tests.kernels.prefill.harness import (
     values,
 )
 
-THREADS = (128, 1, 1)
 # The kernels round weights to A before the product; against such weights they are fp32-exact.
 FP32 = 2e-5
 
@@ -33,24 +32,40 @@ def product(x, w, a):
     return values(x, a).astype(np.float64) @ rnd(w, a).astype(np.float64).T
 
 
-def gemm(
-    a, rows, n, k, nbits=4, group=64, block=32, output="A", residual=False, host="cpu", prefix=""
-):
-    rng = np.random.default_rng(rows * 1000 + n)
-    x = normal(rng, (rows, k), a)
-    w, s, b, full = quantize(rng, n, k, a, nbits, group)
-    h = normal(rng, (rows, n), a)
-    y = np.zeros((rows, n), np.uint16 if output == "A" else np.float32)
-    kernel = f"{prefix}qgemm_{a}_{a if output == 'A' else 'fp32'}_m{block}"
-    buffers = [x, w, s, b, h, y, ints(rows, n, k, residual)]
+def launch(a, x, matrices, nbits=4, group=64, block=32, output="A", host="cpu", prefix=""):
+    """The products of x with up to four (codes, scales, biases, rows), None for no matrix."""
+    rows, k = x.shape
+    kernel = f"{prefix}qgemm_multi_{a}_{a if output == 'A' else 'fp32'}_m{block}"
     suffix, (columns, threads) = UNITS[prefix][0], UNITS[prefix][1][block]
-    grid = (-(-n // columns), -(-rows // block), 1)
-    group_size = (threads, 1, 1)
-    run("qgemm" + suffix, kernel, buffers, grid, group_size, host, constants(nbits, group))
-    want = product(x, full, a)
-    if residual:
-        want = values(h, a) + want
-    assert_close(values(y, a) if output == "A" else y, want, tolerance(a, output))
+    buffers, outs, sizes, groups = [x], [], [], 0
+    for m in [*matrices, None, None, None, None][:4]:
+        n = m[3] if m else 0
+        y = np.full((rows, max(n, 1)), 7, np.uint16 if output == "A" else np.float32)
+        buffers += [*(m[:3] if m else (x, x, x)), y]
+        outs.append(y)
+        sizes.append(n)
+        groups += -(-n // columns)
+    grid = (groups, -(-rows // block), 1)
+    buffers.append(ints(rows, k, *sizes))
+    run("qgemm" + suffix, kernel, buffers, grid, (threads, 1, 1), host, constants(nbits, group))
+    for n, y in zip(sizes, outs, strict=True):
+        assert n or (y == 7).all(), "an absent matrix was written"
+    return [values(y, a) if output == "A" else y for n, y in zip(sizes, outs, strict=True) if n]
+
+
+def multi(a, rows, sizes, k, nbits=4, group=64, output="A", **options):
+    """sizes: rows of each matrix, 0 for none."""
+    rng = np.random.default_rng(rows * 1000 + sizes[0])
+    x = normal(rng, (rows, k), a)
+    made = [quantize(rng, n, k, a, nbits, group) if n else None for n in sizes]
+    matrices = [(*m[:3], n) if m else None for m, n in zip(made, sizes, strict=True)]
+    outs = launch(a, x, matrices, nbits, group, output=output, **options)
+    for got, m in zip(outs, filter(None, made), strict=True):
+        assert_close(got, product(x, m[3], a), tolerance(a, output))
+
+
+def gemm(a, rows, n, k, *format, **options):
+    multi(a, rows, (n,), k, *format, **options)
 
 
 @pytest.mark.parametrize("a", TYPES)
@@ -63,14 +78,13 @@ def test_block_edges(a, block):
 
 def test_depths_of_the_35b_model():
     gemm("bf16", 17, 64, 2048, block=32)
-    gemm("bf16", 3, 64, 4096, block=16, residual=True)
+    gemm("bf16", 3, 64, 4096, block=16)
 
 
 @pytest.mark.parametrize("n", [1, 3, 4, 32, 63, 65, 68, 130])
 @pytest.mark.parametrize("output", ["A", "fp32"])
 def test_ragged_columns(n, output):
     gemm("bf16", 5, n, 128, output=output)
-    gemm("bf16", 5, n, 128, residual=output == "A", output=output)
 
 
 @pytest.mark.parametrize("nbits,group", [(4, 32), (8, 128)])
@@ -78,11 +92,6 @@ def test_ragged_columns(n, output):
 def test_formats(nbits, group, a):
     gemm(a, 18, 64, 256, nbits, group)
     gemm(a, 3, 64, 256, nbits, group, block=16, output="fp32")
-
-
-@pytest.mark.parametrize("a", TYPES)
-def test_residual(a):
-    gemm(a, 33, 100, 128, block=64, residual=True)
 
 
 def test_scales_of_zero_and_large():
@@ -95,36 +104,10 @@ def test_scales_of_zero_and_large():
     codes = (w[:, :, None] >> (4 * np.arange(8, dtype=np.uint32))) & 15
     full = codes.reshape(64, 128) * np.repeat(values(s, "bf16"), 64, 1)
     full = full + np.repeat(values(b, "bf16"), 64, 1)
-    y = np.zeros((4, 64), np.float32)
-    buffers = [x, w, s, b, x, y, ints(4, 64, 128, 0)]
-    run("qgemm", "qgemm_bf16_fp32_m16", buffers, (1, 1, 1), THREADS, "cpu", constants(4, 64))
+    (y,) = launch("bf16", x, [(w, s, b, 64)], block=16, output="fp32")
     for rows in (slice(0, 4), slice(4, 8), slice(8, 16), slice(16, 64)):
         assert_close(y[:, rows], product(x, full[rows], "bf16"), FP32)
     assert (y[:, 4:8] == 0).all()
-
-
-def multi(a, rows, sizes, k, output="A", block=32, host="cpu", prefix=""):
-    rng = np.random.default_rng(rows)
-    x = normal(rng, (rows, k), a)
-    buffers, wanted, outs = [x], [], []
-    for n in sizes:
-        w, s, b, full = quantize(rng, max(n, 1), k, a, 4, 64)
-        y = np.full((rows, max(n, 1)), 7, np.uint16 if output == "A" else np.float32)
-        buffers += [w, s, b, y]
-        wanted.append(product(x, full, a))
-        outs.append(y)
-    kernel = f"{prefix}qgemm_multi_{a}_{a if output == 'A' else 'fp32'}_m{block}"
-    suffix, (columns, threads) = UNITS[prefix][0], UNITS[prefix][1][block]
-    grid = (sum(-(-n // columns) for n in sizes), -(-rows // block), 1)
-    p = ints(rows, k, *sizes)
-    group_size = (threads, 1, 1)
-    run("qgemm" + suffix, kernel, [*buffers, p], grid, group_size, host, constants(4, 64))
-    for n, y, want in zip(sizes, outs, wanted, strict=True):
-        if n:
-            got = values(y, a) if output == "A" else y
-            assert_close(got, want, tolerance(a, output))
-        else:
-            assert (y == 7).all()
 
 
 @pytest.mark.parametrize("a", TYPES)
@@ -136,31 +119,18 @@ def test_several_matrices(a):
 
 
 @pytest.mark.parametrize("a", TYPES)
-@pytest.mark.parametrize("nbits,group", [(4, 64), (8, 128)])
-@pytest.mark.parametrize("host", ["cpu", "checked"])
-def test_separate_dequantization(a, nbits, group, host):
+def test_plain_weights(a):
     rng = np.random.default_rng(0)
-    n, k = 70, 128
-    w, s, b, full = quantize(rng, n, k, a, nbits, group)
-    out = np.zeros((n, k), np.uint16)
-    runs = n * k // 16
-    buffers = [w, s, b, out, np.array([runs], np.int32)]
-    grid = (-(-runs // 256), 1, 1)
-    kernel = f"dequantize_rows_{a}"
-    run("qgemm", kernel, buffers, grid, (256, 1, 1), host, constants(nbits, group))
-    assert_close(values(out, a), rnd(full, a), ULP[a])
-    x, y = normal(rng, (9, k), a), np.zeros((9, n), np.float32)
-    buffers = [x, out.view(np.uint32), s, b, x, y, ints(9, n, k, 0)]
-    kernel = f"qgemm_{a}_fp32_m16"
-    run("qgemm", kernel, buffers, (2, 1, 1), THREADS, "cpu", constants(16, group))
-    assert_close(y, product(x, values(out, a), a), 1e-5)
+    x, w = normal(rng, (9, 128), a), normal(rng, (70, 128), a)
+    (y,) = launch(a, x, [(w.view(np.uint32), x, x, 70)], 16, 32, block=16, output="fp32")
+    assert_close(y, product(x, values(w, a), a), 1e-5)
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_checked(block):
-    gemm("bf16", block + 1, 68, 64, block=block, residual=True, host="checked")
+    gemm("bf16", block + 1, 68, 64, block=block, host="checked")
     gemm("bf16", 2, 3, 64, block=block, output="fp32", host="checked")
-    gemm("bf16", 2, 7, 64, block=block, residual=True, host="checked")
+    gemm("bf16", 2, 7, 64, block=block, host="checked")
     multi("bf16", 3, (64, 1, 3, 5), 64, block=block, host="checked")
     multi("bf16", 3, (1, 0, 65, 0), 64, block=block, output="fp32", host="checked")
 

@@ -12,14 +12,11 @@ from tests.kernels.prefill import test_prefill_qgemm as dense
 from tests.kernels.prefill.harness import (
     KERNELS,
     TYPES,
-    UNITS,
     assert_close,
     bits,
-    ints,
     normal,
     quantize,
     rnd,
-    run,
     values,
 )
 
@@ -33,7 +30,7 @@ def test_dense(a, block):
     for rows in (1, 17, block - 1, block, block + 1):
         dense.gemm(a, rows, 136, 64, block=block, prefix=SYNC)
     dense.gemm(a, 5, 3, 128, block=block, output="fp32", prefix=SYNC)
-    dense.gemm(a, 5, 100, 128, block=block, residual=True, prefix=SYNC)
+    dense.gemm(a, 5, 100, 128, block=block, prefix=SYNC)
     for depth in (32, 96, 224, 544):  # ends in each part of a step
         dense.gemm(a, 11, 40, depth, 4, 32, block=block, prefix=SYNC)
     dense.multi(a, 35, (64, 0, 150, 1), 64, block=block, prefix=SYNC)
@@ -52,10 +49,8 @@ def test_formats(a, nbits, group, block):
 def test_plain_weights(a, block):
     rng = np.random.default_rng(2)
     x, w = normal(rng, (9, 128), a), normal(rng, (70, 128), a)
-    y, none = np.zeros((9, 70), np.float32), np.zeros(8, np.uint16)
-    buffers = [x, w.view(np.uint32), none, none, x, y, ints(9, 70, 128, 0)]
-    kernel, threads = f"sync_qgemm_{a}_fp32_m{block}", UNITS[SYNC][1][block][1]
-    run("qgemm_sync", kernel, buffers, (1, 1, 1), (threads, 1, 1), "cpu", {0: 16, 1: 32})
+    matrix = (w.view(np.uint32), x, x, 70)
+    (y,) = dense.launch(a, x, [matrix], 16, 32, block=block, output="fp32", prefix=SYNC)
     assert_close(y, dense.product(x, values(w, a), a), 1e-5)
 
 
@@ -69,10 +64,8 @@ def test_a_code_is_dequantized_exactly_and_rounded_once(a):
     exact = exact + np.repeat(values(b, a), 32, 1)
     x = np.zeros((128, 128), np.float32)
     np.fill_diagonal(x, 1.0)
-    y = np.zeros((128, 128), np.float32)
-    buffers = [bits(x, a), w, s, b, x, y, ints(128, 128, 128, 0)]
-    kernel = f"sync_qgemm_{a}_fp32_m64"
-    run("qgemm_sync", kernel, buffers, (1, 2, 1), (256, 1, 1), "cpu", {0: 4, 1: 32})
+    matrix = (w, s, b, 128)
+    (y,) = dense.launch(a, bits(x, a), [matrix], 4, 32, block=64, output="fp32", prefix=SYNC)
     # numpy rounds the float64 sum to float32 first; where that is a tie of A, nothing is said.
     twice = rnd(exact.astype(np.float32), a)
     assert (y.T == twice).mean() > 0.999
@@ -85,13 +78,11 @@ def test_bits_do_not_depend_on_the_block():
     x = normal(rng, (130, depth), "bf16")
     w, s, b, _ = quantize(rng, n, depth, "bf16", 4, 32)
     outs = []
-    for block, (columns, threads) in UNITS[SYNC][1].items():
+    for block in BLOCKS:
         for rows in (130, 3):
-            y = np.zeros((rows, n), np.float32)
-            buffers = [x[:rows].copy(), w, s, b, x, y, ints(rows, n, depth, 0)]
-            kernel = f"sync_qgemm_bf16_fp32_m{block}"
-            grid = (-(-n // columns), -(-rows // block), 1)
-            run("qgemm_sync", kernel, buffers, grid, (threads, 1, 1), "cpu", {0: 4, 1: 32})
+            some = x[:rows].copy()
+            options = dict(block=block, output="fp32", prefix=SYNC)
+            (y,) = dense.launch("bf16", some, [(w, s, b, n)], 4, 32, **options)
             outs.append(y[:3])
     assert all((y == outs[0]).all() for y in outs)
 
@@ -107,7 +98,7 @@ def test_experts(a, block):
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_checked(block):
-    dense.gemm("bf16", 19, 132, 64, block=block, residual=True, host="checked", prefix=SYNC)
+    dense.gemm("bf16", 19, 132, 64, block=block, host="checked", prefix=SYNC)
     dense.gemm("fp16", block + 1, 3, 64, 8, 64, block=block, host="checked", prefix=SYNC)
     dense.multi("bf16", 3, (64, 1, 3, 5), 64, block=block, host="checked", prefix=SYNC)
     e = moe.Experts("bf16", 5, 64, 96, 2, group=32)

@@ -11,21 +11,8 @@
 // Bytes: 2 (2 Hq D + 4 Hkv D) a row. Flops: about 8 a value.
 #pragma once
 
+#include "params.h"
 #include "prefill_common.h"
-
-namespace lily {
-
-struct AttentionPrepParams {
-  int tokens;
-  int q_heads;
-  int kv_heads;
-  int capacity;
-  int first_row;
-  int offset_stride;  // 0: offset[0] serves every batch row, 1: offset[batch]
-  float eps;
-};
-
-}  // namespace lily
 
 using namespace lily;
 

@@ -9,18 +9,10 @@
 #pragma once
 
 #include "common.h"
+#include "params.h"
 
 constant int kBits [[function_constant(0)]];
 constant int kGroup [[function_constant(1)]];
-
-namespace lily {
-
-struct EmbedParams {
-  int vocabulary;
-  int columns;
-};
-
-}  // namespace lily
 
 template <typename A>
 [[kernel]] void embed_rows(

@@ -21,6 +21,7 @@
 // 16 and of the group.
 #pragma once
 
+#include "params.h"
 #include "prefill_common.h"
 
 constant int kBits [[function_constant(0)]];
@@ -30,20 +31,6 @@ namespace lily {
 
 constant constexpr int kRowsThreads = 128;
 constant constexpr int kRowsUnit = 16;  // codes a lane takes at once
-
-struct GemvRowsMultiParams {
-  int rows;
-  int depth;
-  int lanes;
-  int n[4];
-};
-
-struct MoeRowsParams {
-  int hidden;
-  int width;
-  int top_k;
-  int lanes;
-};
 
 // One weight row as a lane reads it.
 template <typename A>

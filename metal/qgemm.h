@@ -10,14 +10,9 @@
 #pragma once
 
 #include "gemm_tiles.h"
+#include "params.h"
 
 namespace lily {
-
-struct QgemmMultiParams {
-  int rows;
-  int depth;
-  int n[4];
-};
 
 // Where a block's results go: y = rnd(v), as far as it lies in [rows, n).
 template <typename O>

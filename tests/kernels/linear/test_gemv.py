@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import SYNC, gemv_constants, gemv_grid, gemv_name, launch, weight_buffers
-from reference import (
+
+from tests.kernels.harness import SYNC, gemv_constants, gemv_grid, gemv_name, launch, weight_buffers
+from tests.kernels.reference import (
     BF16,
     DTYPES,
     F16,
@@ -53,8 +54,8 @@ def run(
         buffers.update(weight_buffers(w, 4 + 4 * i))
         ys.append(out.empty(rows[i]))
         buffers[7 + 4 * i] = ys[i]
-    file, name = ("gemv_sync.metal", "sync_") if sync else ("gemv.metal", "")
-    launch(file, name + gemv_name(a, out, k), c, buffers, (gemv_grid(c),), 32 * c[14], host)
+    name = ("sync_" if sync else "") + gemv_name(a, out, k)
+    launch(name, buffers, gemv_grid(c), 32 * c[14], host, c)
     if c[18]:
         # The norm's fp32 sum is added in another order: one rounding step either way, seldom.
         got = a.load(x_out)
@@ -273,24 +274,9 @@ def test_fused_norm_rounds_as_the_norm_apart(host: str, k: int, n: int) -> None:
     h, weight = a.store(rng.standard_normal(k)), a.store(rng.standard_normal(k))
     c = gemv_constants(k, [w], lanes=32, r=2, u=1, simdgroups=4, norm=True)
     fused, apart, x = a.empty(n), a.empty(n), a.empty(k)
-    launch(
-        "gemv.metal",
-        "gemv_bf16_k2048",
-        c,
-        {0: h, 1: weight, **weight_buffers(w, 4), 7: fused},
-        (gemv_grid(c),),
-        128,
-        host,
-    )
-    launch("gemv.metal", "norm_row_bf16", c, {0: h, 1: weight, 2: x}, (1,), 128, host)
-    plain = {**c, 16: False}
-    launch(
-        "gemv.metal",
-        "gemv_bf16_k2048",
-        plain,
-        {0: x, **weight_buffers(w, 4), 7: apart},
-        (gemv_grid(c),),
-        128,
-        host,
-    )
+    matrix = weight_buffers(w, 4)
+    launch("gemv_bf16_k2048", {0: h, 1: weight, **matrix, 7: fused}, gemv_grid(c), 128, host, c)
+    launch("norm_row_bf16", {0: h, 1: weight, 2: x}, 1, 128, host, c)
+    c = {**c, 16: False}
+    launch("gemv_bf16_k2048", {0: x, **matrix, 7: apart}, gemv_grid(c), 128, host, c)
     np.testing.assert_array_equal(fused, apart)

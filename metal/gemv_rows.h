@@ -23,6 +23,7 @@
 
 #include "params.h"
 #include "prefill_common.h"
+#include "quant.h"
 
 constant int kBits [[function_constant(0)]];
 constant int kGroup [[function_constant(1)]];
@@ -60,25 +61,15 @@ METAL_FUNC WeightRow<A> weight_row(
 
 // 16 codes as loaded.
 struct RawUnit {
-  uint4 lo;
-  uint4 hi;
+  CodeRun<kRowsUnit> codes;
   float scale;
   float bias;
 };
 
 template <typename A>
 METAL_FUNC void load_unit(thread const WeightRow<A>& row, int k, int group, thread RawUnit& u) {
-  const device uchar* p = row.w + k * kBits / 8;
-  if (kBits == 4) {
-    const uint2 words = *(const device uint2*)p;
-    u.lo[0] = words[0];
-    u.lo[1] = words[1];
-  } else {
-    u.lo = *(const device uint4*)p;
-  }
-  if (kBits == 16) {
-    u.hi = *(const device uint4*)(p + 16);
-  } else {
+  load_codes(row.w + k * kBits / 8, kBits, u.codes);
+  if (kBits <= 8) {
     u.scale = float(row.scales[k / group]);
     u.bias = float(row.biases[k / group]);
   }
@@ -87,15 +78,13 @@ METAL_FUNC void load_unit(thread const WeightRow<A>& row, int k, int group, thre
 template <typename A>
 METAL_FUNC void decode_unit(thread const RawUnit& u, thread float4* w) {
   for (int i = 0; i < 4; ++i) {
-    if (kBits == 16) {
-      const int at = i % 2 * 2;
-      w[i] = i < 2 ? unpack4<A>(u.lo[at], u.lo[at + 1]) : unpack4<A>(u.hi[at], u.hi[at + 1]);
-    } else {
+    if (kBits <= 8) {
       for (int c = 0; c < 4; ++c) {
-        const uint code = kBits == 4 ? (u.lo[i / 2] >> (16 * (i % 2) + 4 * c)) & 15u
-                                     : (u.lo[i] >> (8 * c)) & 255u;
-        w[i][c] = fma(float(code), u.scale, u.bias);
+        w[i][c] = fma(float(code_at(u.codes, 4 * i + c, kBits)), u.scale, u.bias);
       }
+    } else {
+      const uint4 word = u.codes.words[i / 2];
+      w[i] = unpack4<A>(word[i % 2 * 2], word[i % 2 * 2 + 1]);
     }
   }
 }

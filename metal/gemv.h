@@ -22,7 +22,7 @@
 // group and 8. Any number of rows.
 #pragma once
 
-#include "common.h"
+#include "gemv_tiles.h"
 
 namespace lily {
 
@@ -129,7 +129,7 @@ METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, device const A* h
   for (int b = 0; b < kBlocks; ++b) {
     int block = slot * kBlocks + b;
     const Matrix<A, O> m = matrix_of_block(matrices, block, block_rows);
-    const int units = kK * m.bits / 128;
+    const int units = units_in(kK, m.bits);
     const int chunks = units / (lanes * U * split);
     const int first = part * chunks * lanes * U + sub_lane;
     const int row0 = block * block_rows + sub_row;
@@ -165,17 +165,14 @@ METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, device const A* h
         for (int r = 0; r < R; ++r) {
           rows[r] = min(next_block * block_rows + sub_row + r * (32 / lanes), next.rows - 1);
         }
-        load_tile(tile, next.w, next.scales, next.biases, rows, kK * next.bits / 128, groups,
-                  next.bits, kGroup, part * (kK * next.bits / 128 / split) + sub_lane, lanes);
+        const int next_units = units_in(kK, next.bits);
+        load_tile(tile, next.w, next.scales, next.biases, rows, next_units, groups, next.bits,
+                  kGroup, part * (next_units / split) + sub_lane, lanes);
         issue_loads();
       }
-      if (m.bits == 4) {
-        add_tile<A, R, U, 32>(now, x, unit, lanes, acc);
-      } else if (m.bits == 8) {
-        add_tile<A, R, U, 16>(now, x, unit, lanes, acc);
-      } else {
-        add_tile<A, R, U, 8>(now, x, unit, lanes, acc);
-      }
+#define LILY_CASE(BITS) add_tile<A, R, U, BITS>(now, x, unit, lanes, acc);
+      LILY_BY_BITS(m.bits, LILY_CASE)
+#undef LILY_CASE
     }
     // Lane r of a row's lanes keeps the sum of row r.
     float sum = 0.0f;

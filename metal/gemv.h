@@ -22,7 +22,7 @@
 // group and 8. Any number of rows.
 #pragma once
 
-#include "common.h"
+#include "gemv_tiles.h"
 
 namespace lily {
 
@@ -31,7 +31,7 @@ constant int kRows0 [[function_constant(1)]];  // rows of matrix 0 to 3; 0 when 
 constant int kRows1 [[function_constant(2)]];
 constant int kRows2 [[function_constant(3)]];
 constant int kRows3 [[function_constant(4)]];
-constant int kBits0 [[function_constant(5)]];  // 4, 8, or 8 * sizeof(A): not quantized
+constant int kBits0 [[function_constant(5)]];  // 4, 8, or 16: not quantized
 constant int kBits1 [[function_constant(6)]];
 constant int kBits2 [[function_constant(7)]];
 constant int kBits3 [[function_constant(8)]];
@@ -115,7 +115,6 @@ METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, device const A* h
                           device const A* norm_weight, device A* x_out, StagedRow<A> x,
                           threadgroup float* scratch, thread Put& put, uint group, uint tid,
                           uint simdgroup, uint lane) {
-  constexpr int kPlain = 16 / int(sizeof(A));
   const int lanes = at_least_1(kLanes);
   const int split = at_least_1(kSplit);
   const int groups = kK / at_least_1(kGroup);
@@ -130,7 +129,7 @@ METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, device const A* h
   for (int b = 0; b < kBlocks; ++b) {
     int block = slot * kBlocks + b;
     const Matrix<A, O> m = matrix_of_block(matrices, block, block_rows);
-    const int units = kK * m.bits / 128;
+    const int units = units_in(kK, m.bits);
     const int chunks = units / (lanes * U * split);
     const int first = part * chunks * lanes * U + sub_lane;
     const int row0 = block * block_rows + sub_row;
@@ -166,17 +165,14 @@ METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, device const A* h
         for (int r = 0; r < R; ++r) {
           rows[r] = min(next_block * block_rows + sub_row + r * (32 / lanes), next.rows - 1);
         }
-        load_tile(tile, next.w, next.scales, next.biases, rows, kK * next.bits / 128, groups,
-                  next.bits, kGroup, part * (kK * next.bits / 128 / split) + sub_lane, lanes);
+        const int next_units = units_in(kK, next.bits);
+        load_tile(tile, next.w, next.scales, next.biases, rows, next_units, groups, next.bits,
+                  kGroup, part * (next_units / split) + sub_lane, lanes);
         issue_loads();
       }
-      if (m.bits == 4) {
-        add_tile<A, R, U, 32>(now, x, unit, lanes, acc);
-      } else if (m.bits == 8) {
-        add_tile<A, R, U, 16>(now, x, unit, lanes, acc);
-      } else {
-        add_tile<A, R, U, kPlain>(now, x, unit, lanes, acc);
-      }
+#define LILY_CASE(BITS) add_tile<A, R, U, BITS>(now, x, unit, lanes, acc);
+      LILY_BY_BITS(m.bits, LILY_CASE)
+#undef LILY_CASE
     }
     // Lane r of a row's lanes keeps the sum of row r.
     float sum = 0.0f;

@@ -22,16 +22,9 @@
 #include <nvidia_simdgroup>
 
 #include "gemv.h"
-#include "pairs_sync.h"
+#include "quant_sync.h"
 
 namespace lily {
-
-METAL_FUNC float base_value(bfloat) {
-  return 128.0f;
-}
-METAL_FUNC float base_value(half) {
-  return 1024.0f;
-}
 
 // A lane's part of a slice of x as the tensor core's columns, and the slice's sums by group.
 template <typename A, int UNITS>
@@ -110,8 +103,6 @@ METAL_FUNC float2 two_values(uint pair, half) {
 template <typename A, int UNITS>
 METAL_FUNC float2 slice_product(thread const RowPair<A, UNITS>& t,
                                 thread const SliceX<A, UNITS>& x) {
-  constexpr uint kMask = 0x000f000fu;
-  const uint base = pair_base(A(0.0f));
   const float minus = -base_value(A(0.0f));
   float first = 0.0f;
   float second = 0.0f;
@@ -121,14 +112,11 @@ METAL_FUNC float2 slice_product(thread const RowPair<A, UNITS>& t,
     for (int w = 0; w < 4; ++w) {
       const uint u = t.q[0][i][w];
       const uint v = t.q[1][i][w];
-      const uint low[4] = {nvidia::select_bits(u, kMask, base), nvidia::select_bits(v, kMask, base),
-                           nvidia::select_bits(u >> 4, kMask, base),
-                           nvidia::select_bits(v >> 4, kMask, base)};
+      const uint low[4] = {base_and_codes<A>(u, 0), base_and_codes<A>(v, 0),
+                           base_and_codes<A>(u, 1), base_and_codes<A>(v, 1)};
       nvidia::multiply_accumulate(c, low, x.pairs[i][4 * w], x.pairs[i][4 * w + 1], A(0.0f));
-      const uint high[4] = {nvidia::select_bits(u >> 8, kMask, base),
-                            nvidia::select_bits(v >> 8, kMask, base),
-                            nvidia::select_bits(u >> 12, kMask, base),
-                            nvidia::select_bits(v >> 12, kMask, base)};
+      const uint high[4] = {base_and_codes<A>(u, 2), base_and_codes<A>(v, 2),
+                            base_and_codes<A>(u, 3), base_and_codes<A>(v, 3)};
       nvidia::multiply_accumulate(c, high, x.pairs[i][4 * w + 2], x.pairs[i][4 * w + 3], A(0.0f));
     }
     const float2 scale0 = two_values(t.scale[0][i], A(0.0f));

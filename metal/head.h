@@ -14,6 +14,7 @@
 #pragma once
 
 #include "gemv.h"
+#include "quant.h"
 
 namespace lily {
 
@@ -136,9 +137,7 @@ template <typename A>
   const float bias = float(biases[g]);
   device const uint* p = w + row * (kK * kBits0 / 32) + k * kBits0 / 32;
   for (int i = 0; i < 8; ++i) {
-    const int bit = i * kBits0;
-    const uint code = (p[bit / 32] >> (bit % 32)) & ((1u << kBits0) - 1u);
-    h[k + i] = A(fma(scale, float(code), bias));
+    h[k + i] = A(fma(scale, float(code_in(p, i, kBits0)), bias));
   }
 }
 

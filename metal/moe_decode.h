@@ -28,7 +28,7 @@
 // least kUpR; any width and any hidden size within that.
 #pragma once
 
-#include "common.h"
+#include "gemv_tiles.h"
 
 namespace lily {
 
@@ -201,12 +201,12 @@ struct Rows3 {
 };
 
 // Gate and up tiles against the same part of x.
-template <typename A, int R, int U, int CODES>
+template <typename A, int R, int U, int BITS>
 METAL_FUNC void add_tile_pair(thread const Tile<A, R, U>& gate, thread const Tile<A, R, U>& up,
                               StagedRow<A> x, int first_unit, int lanes, thread float* gate_sum,
                               thread float* up_sum) {
   for (int u = 0; u < U; ++u) {
-    UnitX<CODES> v;
+    UnitX<BITS> v;
     load_unit_x(x, first_unit + u * lanes, v);
     for (int r = 0; r < R; ++r) {
       const int i = r * U + u;
@@ -221,12 +221,11 @@ METAL_FUNC void add_tile_pair(thread const Tile<A, R, U>& gate, thread const Til
 template <typename A, int R, int U>
 METAL_FUNC void gate_up_body(Rows3<A> gate, Rows3<A> up, device A* act, StagedRow<A> x,
                              int first_row, int width, int bits, int block, uint lane, bool waits) {
-  constexpr int kPlain = 16 / int(sizeof(A));
   const int lanes = at_least_1(kUpLanes);
   const int sub_row = int(lane) / lanes;
   const int sub_lane = int(lane) % lanes;
   const int row0 = block * R * (32 / lanes) + sub_row;
-  const int units = kHidden * bits / 128;
+  const int units = units_in(kHidden, bits);
   const int groups = kHidden / at_least_1(kMoeGroup);
   const int chunks = units / (lanes * U);
   int rows[R];
@@ -259,13 +258,9 @@ METAL_FUNC void gate_up_body(Rows3<A> gate, Rows3<A> up, device A* act, StagedRo
                 lanes);
       issue_loads();
     }
-    if (bits == 4) {
-      add_tile_pair<A, R, U, 32>(g, p, x, unit, lanes, gate_sum, up_sum);
-    } else if (bits == 8) {
-      add_tile_pair<A, R, U, 16>(g, p, x, unit, lanes, gate_sum, up_sum);
-    } else {
-      add_tile_pair<A, R, U, kPlain>(g, p, x, unit, lanes, gate_sum, up_sum);
-    }
+#define LILY_CASE(BITS) add_tile_pair<A, R, U, BITS>(g, p, x, unit, lanes, gate_sum, up_sum);
+    LILY_BY_BITS(bits, LILY_CASE)
+#undef LILY_CASE
   }
   float g = 0.0f;
   float p = 0.0f;
@@ -370,27 +365,27 @@ template <typename A, int KMAX>
 // ---------------------------------------------------------------- down, combine, residual
 
 // The part of a row in device memory that meets unit `unit`.
-template <typename A, int CODES>
-METAL_FUNC void load_unit_x(device const A* x, int unit, thread UnitX<CODES>& v) {
-  device const uint4* p = (device const uint4*)(x + unit * CODES);
-  constexpr int kValues = 16 / int(sizeof(A));
-  for (int i = 0; i < CODES / kValues; ++i) {
-    widen(p[i], v.x + i * kValues, A(0.0f));
+template <typename A, int BITS>
+METAL_FUNC void load_unit_x(const device A* x, int unit, thread UnitX<BITS>& v) {
+  constexpr int kCodes = unit_codes(BITS);
+  const device uint4* p = (const device uint4*)(x + unit * kCodes);
+  for (int i = 0; i < kCodes / 8; ++i) {
+    widen(p[i], v.x + i * 8, A(0.0f));
   }
   v.even = 0.0f;
   v.odd = 0.0f;
-  for (int i = 0; i < CODES; i += 2) {
+  for (int i = 0; i < kCodes; i += 2) {
     v.even += v.x[i];
     v.odd += v.x[i + 1];
   }
   v.exponent = runtime_exponent(v.even);
 }
 
-template <typename A, int R, int U, int CODES>
+template <typename A, int R, int U, int BITS>
 METAL_FUNC void add_tile_of_act(thread const Tile<A, R, U>& t, device const A* act, int first_unit,
                                 int lanes, thread float* sum) {
   for (int u = 0; u < U; ++u) {
-    UnitX<CODES> v;
+    UnitX<BITS> v;
     load_unit_x(act, first_unit + u * lanes, v);
     for (int r = 0; r < R; ++r) {
       const int i = r * U + u;
@@ -403,11 +398,10 @@ METAL_FUNC void add_tile_of_act(thread const Tile<A, R, U>& t, device const A* a
 template <typename A, int R, int U>
 METAL_FUNC void down_body(Rows3<A> down, device const A* act, threadgroup float* products,
                           int first_row, int row0, int width, int bits, uint lane) {
-  constexpr int kPlain = 16 / int(sizeof(A));
   const int lanes = at_least_1(kDownLanes);
   const int sub_row = int(lane) / lanes;
   const int sub_lane = int(lane) % lanes;
-  const int units = width * bits / 128;
+  const int units = units_in(width, bits);
   const int groups = width / at_least_1(kMoeGroup);
   const int chunks = units / (lanes * U);
   int rows[R];
@@ -425,13 +419,9 @@ METAL_FUNC void down_body(Rows3<A> down, device const A* act, threadgroup float*
     if (c == 0 && kGivenIds) {
       wait_for_previous();  // for act
     }
-    if (bits == 4) {
-      add_tile_of_act<A, R, U, 32>(t, act, unit, lanes, sum);
-    } else if (bits == 8) {
-      add_tile_of_act<A, R, U, 16>(t, act, unit, lanes, sum);
-    } else {
-      add_tile_of_act<A, R, U, kPlain>(t, act, unit, lanes, sum);
-    }
+#define LILY_CASE(BITS) add_tile_of_act<A, R, U, BITS>(t, act, unit, lanes, sum);
+    LILY_BY_BITS(bits, LILY_CASE)
+#undef LILY_CASE
   }
   for (int r = 0; r < R; ++r) {
     const float total = group_sum(sum[r], lanes);

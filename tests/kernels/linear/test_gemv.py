@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import SYNC, gemv_constants, gemv_grid, gemv_name, launch, weight_buffers
-from reference import (
+
+from tests.kernels.harness import SYNC, gemv_constants, gemv_grid, gemv_name, launch, weight_buffers
+from tests.kernels.reference import (
     BF16,
     DTYPES,
     F16,
@@ -53,13 +54,13 @@ def run(
         buffers.update(weight_buffers(w, 4 + 4 * i))
         ys.append(out.empty(rows[i]))
         buffers[7 + 4 * i] = ys[i]
-    file, name = ("gemv_sync.metal", "sync_") if sync else ("gemv.metal", "")
-    launch(file, name + gemv_name(a, out, k), c, buffers, (gemv_grid(c),), 32 * c[14], host)
+    name = ("sync_" if sync else "") + gemv_name(a, out, k)
+    launch(name, buffers, gemv_grid(c), 32 * c[14], host, c)
     if c[18]:
         # The norm's fp32 sum is added in another order: one rounding step either way, seldom.
         got = a.load(x_out)
-        assert np.abs(got - x).max() <= max(a.ulp, 2e-6) * np.abs(x).max()
-        assert a is F32 or (got != x).mean() < 0.02
+        assert np.abs(got - x).max() <= a.ulp * np.abs(x).max()
+        assert (got != x).mean() < 0.02
         x = got
     # The fp32 sums of gemv_sync.h carry 128 x, or 1024 x, besides code * x.
     base = (8 if a is BF16 else 64) if sync else 1
@@ -178,14 +179,10 @@ def test_more_pieces_than_threads_checked() -> None:
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("a", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("a", ["bf16", "f16"])
 def test_formats(a: str, bits: int, group: int) -> None:
     # lanes * u units of 4 bits are 2048 values, of 8 bits 1024.
     run("cpu", DTYPES[a], 2048, [37], [bits], group, lanes=32, r=2, u=2, norm=True, write_x=True)
-
-
-def test_unquantized_float32() -> None:
-    run("cpu", F32, 256, [17], [32], 64, lanes=32, r=4, u=1, norm=True, write_x=True)
 
 
 @pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
@@ -277,24 +274,9 @@ def test_fused_norm_rounds_as_the_norm_apart(host: str, k: int, n: int) -> None:
     h, weight = a.store(rng.standard_normal(k)), a.store(rng.standard_normal(k))
     c = gemv_constants(k, [w], lanes=32, r=2, u=1, simdgroups=4, norm=True)
     fused, apart, x = a.empty(n), a.empty(n), a.empty(k)
-    launch(
-        "gemv.metal",
-        "gemv_bf16_k2048",
-        c,
-        {0: h, 1: weight, **weight_buffers(w, 4), 7: fused},
-        (gemv_grid(c),),
-        128,
-        host,
-    )
-    launch("gemv.metal", "norm_row_bf16", c, {0: h, 1: weight, 2: x}, (1,), 128, host)
-    plain = {**c, 16: False}
-    launch(
-        "gemv.metal",
-        "gemv_bf16_k2048",
-        plain,
-        {0: x, **weight_buffers(w, 4), 7: apart},
-        (gemv_grid(c),),
-        128,
-        host,
-    )
+    matrix = weight_buffers(w, 4)
+    launch("gemv_bf16_k2048", {0: h, 1: weight, **matrix, 7: fused}, gemv_grid(c), 128, host, c)
+    launch("norm_row_bf16", {0: h, 1: weight, 2: x}, 1, 128, host, c)
+    c = {**c, 16: False}
+    launch("gemv_bf16_k2048", {0: x, **matrix, 7: apart}, gemv_grid(c), 128, host, c)
     np.testing.assert_array_equal(fused, apart)

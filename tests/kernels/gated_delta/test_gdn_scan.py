@@ -3,25 +3,15 @@
 import numpy as np
 import pytest
 
-from tests.kernels import reference_prefill as ref
-from tests.kernels.prefill.harness import (
-    TYPES,
-    ULP,
-    assert_close,
-    bits,
-    normal,
-    params,
-    rnd,
-    run,
-    values,
-)
+from tests.kernels.harness import ceil_div, halves, launch, params
+from tests.kernels.reference import BF16, GdnShape, assert_close, gated_delta, gdn_gated_norm
 
 D = 128
 NORM_EPS = 1e-6
 
 
 class Case:
-    """Random operands of one call, as patterns (q, k, v, z, weight) and fp32 (g, beta, state)."""
+    """Random operands of one call, as stored."""
 
     def __init__(self, a, batch, tokens, hk, hv, seed=0):
         rng = np.random.default_rng(seed)
@@ -29,16 +19,16 @@ class Case:
 
         def unit(shape, scale):
             x = rng.standard_normal(shape)
-            return bits(x / np.linalg.norm(x, axis=-1, keepdims=True) * scale, a)
+            return a.store(x / np.linalg.norm(x, axis=-1, keepdims=True) * scale)
 
         self.q = unit((batch, tokens, hk, D), D**-0.5)
         self.k = unit((batch, tokens, hk, D), 1.0)
-        self.v = normal(rng, (batch, tokens, hv, D), a)
+        self.v = a.store(rng.standard_normal((batch, tokens, hv, D)))
         self.g = np.exp(-rng.exponential(0.2, (batch, tokens, hv))).astype(np.float32)
         self.beta = rng.uniform(0, 1, (batch, tokens, hv)).astype(np.float32)
         self.state = (rng.standard_normal((batch, hv, D, D)) * 0.3).astype(np.float32)
-        self.z = normal(rng, (batch, tokens, hv, D), a)
-        self.weight = bits(rng.uniform(0.5, 1.5, D), a)
+        self.z = a.store(rng.standard_normal((batch, tokens, hv, D)))
+        self.weight = a.store(rng.uniform(0.5, 1.5, D))
 
     def part(self, first, last, state):
         out = object.__new__(Case)
@@ -49,66 +39,62 @@ class Case:
         return out
 
     def reference(self):
-        q, k, v = (values(x, self.a) for x in (self.q, self.k, self.v))
-        return ref.gated_delta(q, k, v, self.g, self.beta, self.state)
+        q, k, v = (self.a.load(x) for x in (self.q, self.k, self.v))
+        return gated_delta(q, k, v, self.g, self.beta, self.state, GdnShape(self.hk, self.hv))
 
 
-def scan(c, kernel="gdn_scan", r=2, host="cpu"):
-    """Returns y [B, T, Hv, D] fp32 (or rounded patterns from gdn_scan_norm) and the state."""
+def scan(c, kernel="gdn_scan", host="cpu"):
+    """Returns y [B, T, Hv, D], fp32 or, from gdn_scan_norm, as stored, and the state."""
     state = np.full_like(c.state, np.nan)
     p = params(c.tokens, c.hk, c.hv, NORM_EPS)
     buffers = [c.q, c.k, c.v, c.g, c.beta, c.state, state]
     if kernel == "gdn_scan_norm":
-        y = np.zeros(c.v.shape, np.uint16)
+        y = c.a.empty(*c.v.shape)
         buffers += [c.z, c.weight, y, p]
-        grid, threads = (c.hv, c.batch, 1), (32 * D // (4 * r), 1, 1)
+        grid, threads = (c.hv, c.batch), 32 * D // 8
     else:
         y = np.full(c.v.shape, np.nan, np.float32)
         buffers += [y, p]
-        grid, threads = (D // (16 * r), c.hv, c.batch), (128, 1, 1)
-    run("gdn_scan", f"{kernel}_{c.a}_r{r}", buffers, grid, threads, host)
+        grid, threads = (D // 32, c.hv, c.batch), 128
+    launch(f"{kernel}_{c.a.long_name}_r2", buffers, grid, threads, host)
     return y, state
 
 
 def norm(c, y, host="cpu"):
-    out = np.zeros(y.shape, np.uint16)
+    out = c.a.empty(*y.shape)
     rows = c.batch * c.tokens * c.hv
-    buffers = [y, c.z, c.weight, out, np.array([rows], np.int32), np.array([NORM_EPS], np.float32)]
-    run("gdn_scan", f"gated_norm_{c.a}", buffers, (-(-rows // 4), 1, 1), (128, 1, 1), host)
+    buffers = [y, c.z, c.weight, out, rows, NORM_EPS]
+    launch(f"gated_norm_{c.a.long_name}", buffers, ceil_div(rows, 4), 128, host)
     return out
 
 
 def check_norm(c, got, y, tolerance):
-    want = ref.gated_norm(
-        y, values(c.z, c.a), values(c.weight, c.a), NORM_EPS, lambda x: rnd(x, c.a)
-    )
-    assert_close(values(got, c.a), want, tolerance)
+    want = c.a.rnd(gdn_gated_norm(y, c.a.load(c.z), c.a.load(c.weight), NORM_EPS))
+    assert_close(c.a.load(got), want, tolerance)
 
 
-@pytest.mark.parametrize("a", TYPES)
+@halves
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 37])
-@pytest.mark.parametrize("r", [1, 2])
-def test_scan(a, tokens, r):
+def test_scan(a, tokens):
     c = Case(a, 1, tokens, 2, 4, tokens)
-    y, state = scan(c, r=r)
+    y, state = scan(c)
     want_y, want_state = c.reference()
     assert_close(y, want_y, 2e-6)
     assert_close(state, want_state, 2e-6)
-    check_norm(c, norm(c, y), y, ULP[a])
+    check_norm(c, norm(c, y), y, a.ulp)
 
 
-@pytest.mark.parametrize("a", TYPES)
-@pytest.mark.parametrize("r,block", [(2, 16), (4, 8)])
-def test_fused_norm_equals_scan_then_norm(a, r, block):
-    for tokens in (1, block - 1, block, block + 1, 3 * block + 1):
+@halves
+def test_fused_norm_equals_scan_then_norm(a):
+    for tokens in (1, 15, 16, 17, 49):
         c = Case(a, 1, tokens, 1, 2, tokens)
         y, state = scan(c)
-        fused, fused_state = scan(c, "gdn_scan_norm", r)
+        fused, fused_state = scan(c, "gdn_scan_norm")
         np.testing.assert_array_equal(fused_state, state)
         np.testing.assert_array_equal(fused, norm(c, y))
 
 
-@pytest.mark.parametrize("a", TYPES)
+@halves
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 33])
 def test_block_scan_gives_the_same_bits(a, tokens):
     c = Case(a, 2, tokens, 1, 2, tokens)
@@ -117,12 +103,12 @@ def test_block_scan_gives_the_same_bits(a, tokens):
 
 
 def test_one_piece_and_chunks_give_the_same_bits():
-    c = Case("bf16", 2, 41, 2, 4)
-    for kernel, r in (("gdn_scan", 1), ("gdn_scan", 2), ("gdn_scan_norm", 4)):
-        y, state = scan(c, kernel, r)
+    c = Case(BF16, 2, 41, 2, 4)
+    for kernel in ("gdn_scan", "gdn_scan_norm"):
+        y, state = scan(c, kernel)
         at, s, parts = 0, c.state, []
         for n in (16, 1, 7, 17):
-            part, s = scan(c.part(at, at + n, s), kernel, r)
+            part, s = scan(c.part(at, at + n, s), kernel)
             parts.append(part)
             at += n
         np.testing.assert_array_equal(np.concatenate(parts, axis=1), y)
@@ -131,7 +117,7 @@ def test_one_piece_and_chunks_give_the_same_bits():
 
 @pytest.mark.parametrize("left", [True, False])
 def test_padding_leaves_the_state_alone(left):
-    c = Case("bf16", 2, 13, 1, 2)
+    c = Case(BF16, 2, 13, 1, 2)
     pad = slice(0, 5) if left else slice(8, 13)
     c.g[1, pad], c.beta[1, pad] = 1.0, 0.0
     keep = (5, 13) if left else (0, 8)
@@ -142,7 +128,7 @@ def test_padding_leaves_the_state_alone(left):
 
 
 def test_extreme_gates():
-    c = Case("bf16", 1, 9, 1, 2)
+    c = Case(BF16, 1, 9, 1, 2)
     c.g[0, 2], c.g[0, 3], c.beta[0, 4], c.beta[0, 5] = 0.0, 1.0, 1.0, 0.0
     y, state = scan(c)
     want_y, want_state = c.reference()
@@ -151,19 +137,17 @@ def test_extreme_gates():
 
 
 def test_head_counts_of_the_35b_model():
-    c = Case("bf16", 1, 3, 16, 32)
+    c = Case(BF16, 1, 3, 16, 32)
     y, state = scan(c)
     want_y, want_state = c.reference()
     assert_close(y, want_y, 2e-6)
     assert_close(state, want_state, 2e-6)
 
 
-@pytest.mark.parametrize("a", TYPES)
-@pytest.mark.parametrize(
-    "kernel,r", [("gdn_scan", 1), ("gdn_scan", 2), ("gdn_scan_block", 2), ("gdn_scan_norm", 4)]
-)
-def test_checked(a, kernel, r):
+@halves
+@pytest.mark.parametrize("kernel", ["gdn_scan", "gdn_scan_block", "gdn_scan_norm"])
+def test_checked(a, kernel):
     c = Case(a, 1, 18, 1, 1)
-    y, _ = scan(c, kernel, r, "checked")
+    y, _ = scan(c, kernel, "checked")
     if kernel == "gdn_scan":
-        check_norm(c, norm(c, y, "checked"), y, ULP[a])
+        check_norm(c, norm(c, y, "checked"), y, a.ulp)

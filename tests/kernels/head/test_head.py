@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import ceil_div, gemv_constants, gemv_grid, kmax, launch, weight_buffers
-from reference import (
+
+from tests.kernels.harness import ceil_div, gemv_constants, gemv_grid, kmax, launch, weight_buffers
+from tests.kernels.reference import (
     BF16,
     DTYPES,
     F16,
@@ -34,17 +35,9 @@ def run_head(
     if logits:
         buffers[5] = out
     threads = 32 * c[14]
-    launch("head.metal", f"head_gemv_{a.name}_k{kmax(k)}", c, buffers, (groups,), threads, host)
+    launch(f"head_gemv_{a.name}_k{kmax(k)}", buffers, groups, threads, host, c)
     token, position = np.zeros(1, np.uint32), np.full(1, 41, np.int32)
-    launch(
-        "head.metal",
-        "argmax_final",
-        c,
-        {0: values, 1: ids, 2: token, 3: position},
-        (1,),
-        threads,
-        host,
-    )
+    launch("argmax_final", [values, ids, token, position], 1, threads, host, c)
     return int(token[0]), out, int(position[0])
 
 
@@ -119,24 +112,21 @@ def test_argmax_of_logits_in_memory(host: str) -> None:
         np.zeros(groups, np.uint32),
         np.zeros(1, np.uint32),
     )
-    launch("head.metal", "argmax_logits", c, {0: logits, 1: values, 2: ids}, (groups,), 64, host)
-    launch("head.metal", "argmax_final", c, {0: values, 1: ids, 2: token}, (1,), 64, host)
+    launch("argmax_logits", [logits, values, ids], groups, 64, host, c)
+    launch("argmax_final", [values, ids, token], 1, 64, host, c)
     assert token[0] == 131
 
 
-@pytest.mark.parametrize("a", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("a", ["bf16", "f16"])
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_embedding(a: str, bits: int) -> None:
     a = DTYPES[a]
     rng = np.random.default_rng(6)
     k, n, group = 320, 11, 32
-    bits = bits if bits <= 8 else a.store(np.zeros(1)).itemsize * 8
     w = make_weight(rng, (n, k), a, bits, group)
     c = gemv_constants(k, [w], simdgroups=1) | {20: False, 21: 1, 22: False}
     for token, row in ((0, 0), (10, 10), (11, 10), (2**32 - 1, 10)):
         h = a.empty(k)
         buffers = {0: np.array([token], np.uint32), 4: h, **weight_buffers(w, 1)}
-        launch(
-            "head.metal", f"embed_row_{a.name}", c, buffers, (ceil_div(k // 8, 32),), 32, "checked"
-        )
+        launch(f"embed_row_{a.name}", buffers, ceil_div(k // 8, 32), 32, "checked", c)
         np.testing.assert_array_equal(h, a.store(w.values[row]))

@@ -6,8 +6,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import ceil_div, launch
-from reference import BF16, DTYPES, F16, Dtype, assert_rounded, attend, head_norm, rope, sigmoid
+
+from tests.kernels.harness import ceil_div, launch
+from tests.kernels.reference import (
+    BF16,
+    DTYPES,
+    F16,
+    Dtype,
+    assert_rounded,
+    attend,
+    head_norm,
+    rope,
+    sigmoid,
+)
 
 D = 256
 EPS = 1e-6
@@ -69,27 +80,10 @@ def test_prepare(host: str, a: str, heads: int, kv_heads: int, position: int, ro
         a.empty(kv_heads, capacity, D),
     )
     untouched = k_cache.copy()
-    launch(
-        "attention_decode.metal",
-        f"attention_prepare_{a.name}",
-        c,
-        {
-            0: q_gate,
-            1: k,
-            2: v,
-            3: q_norm,
-            4: k_norm,
-            5: inv_freq,
-            6: np.array([position], np.int32),
-            7: capacity,
-            8: q_out,
-            9: k_cache,
-            10: v_cache,
-        },
-        (ceil_div(heads + 2 * kv_heads, c[68]),),
-        32 * c[68],
-        host,
-    )
+    at = np.array([position], np.int32)
+    buffers = [q_gate, k, v, q_norm, k_norm, inv_freq, at, capacity, q_out, k_cache, v_cache]
+    grid = ceil_div(heads + 2 * kv_heads, c[68])
+    launch(f"attention_prepare_{a.name}", buffers, grid, 32 * c[68], host, c)
     q = rope(
         head_norm(a.load(q_gate).reshape(heads, 2, D)[:, 0], a.load(q_norm), EPS),
         position,
@@ -137,24 +131,12 @@ class Case:
         ml = np.full((self.heads, splits, 2), np.nan, np.float32)
         o = np.full((self.heads, splits, D), np.nan, np.float32)
         out = a.empty(self.heads, D)
-        launch(
-            f"attention_decode{'_sync' if kernel.startswith('sync_') else ''}.metal",
-            f"{kernel}_{a.name}",
-            c,
-            {0: self.q, 1: self.k, 2: self.v, 3: self.position, 4: self.capacity, 5: ml, 6: o},
-            (splits, self.heads // c[67]),
-            32 * c[64],
-            host,
-        )
-        launch(
-            "attention_decode.metal",
-            f"attention_merge_{a.name}",
-            c,
-            {0: ml, 1: o, 2: self.q_gate, 3: self.position, 4: out},
-            (D // 64, self.heads),
-            32 * c[69],
-            host,
-        )
+        buffers = [self.q, self.k, self.v, self.position, self.capacity, ml, o]
+        grid = (splits, self.heads // c[67])
+        launch(f"{kernel}_{a.name}", buffers, grid, 32 * c[64], host, c)
+        buffers = [ml, o, self.q_gate, self.position, out]
+        grid = (D // 64, self.heads)
+        launch(f"attention_merge_{a.name}", buffers, grid, 32 * c[69], host, c)
         return out, ml, o
 
     def check(self, out: np.ndarray) -> None:

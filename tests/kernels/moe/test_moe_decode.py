@@ -8,8 +8,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from harness import ceil_div, gemv_constants, gemv_grid, gemv_name, kmax, launch, weight_buffers
-from reference import (
+
+from tests.kernels.harness import (
+    ceil_div,
+    gemv_constants,
+    gemv_grid,
+    gemv_name,
+    kmax,
+    launch,
+    weight_buffers,
+)
+from tests.kernels.reference import (
     BF16,
     DTYPES,
     F16,
@@ -122,7 +131,7 @@ class Layer:
         rows = c[92] * c[90] * (32 // c[89])
         grid = top_k * ceil_div(width, rows) + ceil_div(shared, rows)
         name = f"moe_gate_up_{a.name}_k{kmax(s.hidden)}"
-        launch("moe_decode.metal", name, c, buffers, (grid,), 32 * c[92], host)
+        launch(name, buffers, grid, 32 * c[92], host, c)
         return act, out_ids, weights
 
     def down_rows(
@@ -147,15 +156,7 @@ class Layer:
             buffers[10] = shared_product
         rows = c[94] * (32 // c[93])
         threads = 32 * (c[81] + (c[85] > 0))
-        launch(
-            "moe_decode.metal",
-            f"moe_down_{a.name}",
-            c,
-            buffers,
-            (ceil_div(s.hidden, rows),),
-            threads,
-            host,
-        )
+        launch(f"moe_down_{a.name}", buffers, ceil_div(s.hidden, rows), threads, host, c)
         return out
 
     # ---- reference
@@ -195,10 +196,6 @@ class Layer:
             y, size = y + gate * p, size + gate * n
         # y is rounded before the residual is added.
         want = a.load(self.h).astype(np.float64) + y
-        if (
-            a is F32
-        ):  # nothing is rounded after the fp32 sums: what unpacking loses shows (metal/common.h)
-            size = size * 5
         assert_rounded(a.load(out), want, a, size + np.abs(y) * a.ulp * 2.6e5, "out")
 
 
@@ -262,7 +259,7 @@ def test_no_shared_expert_and_no_renormalising() -> None:
     check_layer("checked", Shape(64, 4, 256, 64, 0, norm=False), BF16)
 
 
-@pytest.mark.parametrize("a", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("a", ["bf16", "f16"])
 @pytest.mark.parametrize("bits,group", [(4, 32), (4, 64), (8, 32), (8, 64)])
 def test_bundled_layer(a: str, bits: int, group: int) -> None:
     s = Shape(
@@ -306,15 +303,8 @@ def pick(
     buffers = {0: logits, 1: ids, 2: weights, 4: 128}
     if ahead:
         buffers[3] = np.zeros(4096, np.uint32)
-    launch(
-        "moe_decode.metal",
-        "moe_route",
-        constants(s) | {104: ahead > 0},
-        buffers,
-        (1 + ahead,),
-        32 * simdgroups,
-        host,
-    )
+    c = constants(s) | {104: ahead > 0}
+    launch("moe_route", buffers, 1 + ahead, 32 * simdgroups, host, c)
     return ids, weights
 
 
@@ -393,15 +383,8 @@ def test_unfused_forms_equal_the_fused_one() -> None:
 
     g = gemv_constants(64, [layer.shared_down], lanes=2, r=2, u=1, simdgroups=4)
     shared_product = np.full(256, np.nan, np.float32)
-    launch(
-        "gemv.metal",
-        gemv_name(BF16, F32, 64),
-        g,
-        {0: act_shared, **weight_buffers(layer.shared_down, 4), 7: shared_product},
-        (gemv_grid(g),),
-        128,
-        "cpu",
-    )
+    buffers = {0: act_shared, **weight_buffers(layer.shared_down, 4), 7: shared_product}
+    launch(gemv_name(BF16, F32, 64), buffers, gemv_grid(g), 128, "cpu", g)
     c = constants(routed, shared_given=True)
     apart = layer.down_rows("cpu", c, act_routed, ids, weights, shared_product)
     layer.check_out(apart, act, ids, weights)

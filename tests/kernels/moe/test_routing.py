@@ -3,32 +3,30 @@
 import numpy as np
 import pytest
 
-from tests.kernels import reference_prefill as ref
-from tests.kernels.prefill.harness import ints, run
-
-THREADS = (256, 1, 1)
+from tests.kernels import reference as ref
+from tests.kernels.harness import HOSTS, ceil_div, launch, params
 
 
 def route_on_host(logits, top_k, renormalise, block_rows, host, small):
     tokens, experts = logits.shape
     epl = next(e for e in (1, 2, 4, 8, 16) if experts <= 32 * e)
-    blocks = -(-tokens // 32)
-    max_blocks = -(-tokens * top_k // block_rows) + experts
+    blocks = ceil_div(tokens, 32)
+    max_blocks = ceil_div(tokens * top_k, block_rows) + experts
     ids = np.full((tokens, top_k), 7777, np.uint32)
     weights = np.full((tokens, top_k), np.nan, np.float32)
     order = np.full(tokens * top_k, 0xABABABAB, np.uint32)
     offsets = np.zeros(experts + 1, np.uint32)
     bmap = np.zeros((max_blocks, 2), np.uint32)
-    p = ints(tokens, experts, top_k, int(renormalise), block_rows, max_blocks)
+    p = params(tokens, experts, top_k, int(renormalise), block_rows, max_blocks)
     if small:
         buffers = [logits, ids, weights, order, offsets, bmap, p]
-        run("routing", f"route_small_e{epl}", buffers, (1, 1, 1), THREADS, host)
+        launch(f"route_small_e{epl}", buffers, 1, 256, host)
     else:
         counts = np.full((blocks, experts), 0xCDCDCDCD, np.uint32)
         buffers = [logits, ids, weights, counts, p]
-        run("routing", f"route_topk_e{epl}", buffers, (blocks, 1, 1), THREADS, host)
-        run("routing", "route_scan", [counts, offsets, bmap, p], (1, 1, 1), THREADS, host)
-        run("routing", "route_scatter", [ids, counts, order, p], (blocks, 1, 1), THREADS, host)
+        launch(f"route_topk_e{epl}", buffers, blocks, 256, host)
+        launch("route_scan", [counts, offsets, bmap, p], 1, 256, host)
+        launch("route_scatter", [ids, counts, order, p], blocks, 256, host)
     return ids, weights, order, offsets, bmap
 
 
@@ -93,7 +91,7 @@ def test_one_expert_gets_everything_and_the_rest_nothing(small):
     check(logits, top_k=1, small=small)
 
 
-@pytest.mark.parametrize("host", ["cpu", "checked"])
+@pytest.mark.parametrize("host", HOSTS)
 def test_a_row_of_nan_poisons_its_weights_and_keeps_its_ids_valid(host):
     logits = random_logits(33, 32)
     logits[1, 3] = np.nan

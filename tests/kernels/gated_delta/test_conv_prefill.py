@@ -3,29 +3,32 @@
 import numpy as np
 import pytest
 
-from tests.kernels import reference_prefill as ref
-from tests.kernels.prefill.harness import TYPES, ULP, assert_close, ints, normal, rnd, run, values
+from tests.kernels.harness import ceil_div, halves, launch, params
+from tests.kernels.reference import BF16, GdnShape, assert_close, conv_prefill
 
 
 def operands(a, batch, tokens, hk, hv, seed=0):
     rng = np.random.default_rng(seed)
     channels = (2 * hk + hv) * 128
+
+    def normal(*shape, scale=1.0):
+        return a.store(rng.standard_normal(shape) * scale)
+
     return dict(
-        qkv=normal(rng, (batch, tokens, channels), a),
-        conv_state=normal(rng, (batch, 3, channels), a),
-        weight=normal(rng, (channels, 4), a, 0.5),
-        a=normal(rng, (batch, tokens, hv), a, 3.0),
-        b=normal(rng, (batch, tokens, hv), a, 3.0),
+        qkv=normal(batch, tokens, channels),
+        conv_state=normal(batch, 3, channels),
+        weight=normal(channels, 4, scale=0.5),
+        a=normal(batch, tokens, hv, scale=3.0),
+        b=normal(batch, tokens, hv, scale=3.0),
         a_log=rng.uniform(-4, 3, hv).astype(np.float32),
-        dt_bias=normal(rng, hv, a),
+        dt_bias=normal(hv),
     )
 
 
 def conv(a, x, hk, mask=None, lengths=None, host="cpu"):
     batch, tokens, _ = x["qkv"].shape
     hv = x["a"].shape[2]
-    heads = 2 * hk + hv
-    outs = [np.zeros((batch, tokens, n, 128), np.uint16) for n in (hk, hk, hv)]
+    outs = [a.empty(batch, tokens, n, 128) for n in (hk, hk, hv)]
     gates = [np.full((batch, tokens, hv), np.nan, np.float32) for _ in range(2)]
     state = np.zeros_like(x["conv_state"])
     no_mask, no_lengths = np.zeros(1, np.uint8), np.zeros(1, np.int32)
@@ -36,35 +39,36 @@ def conv(a, x, hk, mask=None, lengths=None, host="cpu"):
         *outs,
         *gates,
         state,
-        ints(tokens, hk, hv, mask is not None, lengths is not None),
+        params(tokens, hk, hv, mask is not None, lengths is not None),
     ]
-    grid = (-(-tokens // 32) + 1, heads + 1, batch)
-    run("conv_prefill", f"conv_prefill_{a}", buffers, grid, (128, 1, 1), host)
+    grid = (ceil_div(tokens, 32) + 1, 2 * hk + hv + 1, batch)
+    launch(f"conv_prefill_{a.long_name}", buffers, grid, 128, host)
     return *outs, *gates, state
 
 
 def check(a, x, hk, mask=None, lengths=None, host="cpu"):
     q, k, v, g, beta, state = conv(a, x, hk, mask, lengths, host)
-    f = {n: values(y, a) if y.dtype == np.uint16 else y for n, y in x.items()}
-    want = ref.conv_prefill(**f, mask=mask, lengths=lengths, hk=hk, rnd=lambda y: rnd(y, a))
+    f = {n: y if n == "a_log" else a.load(y) for n, y in x.items()}
+    shape = GdnShape(hk, x["a"].shape[2])
+    want = conv_prefill(**f, mask=mask, lengths=lengths, shape=shape, dtype=a)
     for name, got, w in zip("qkv", (q, k, v), want[:3], strict=True):
-        assert_close(values(got, a), w, ULP[a], name)
+        assert_close(a.load(got), w, a.ulp, name)
     assert_close(g, want[3], 4e-6, "g")
     assert_close(beta, want[4], 4e-6, "beta")
-    np.testing.assert_array_equal(values(state, a), want[5])
+    np.testing.assert_array_equal(a.load(state), want[5])
 
 
-@pytest.mark.parametrize("a", TYPES)
+@halves
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 8, 9, 31, 32, 33, 65])
 def test_lengths_of_a_chunk(a, tokens):
     check(a, operands(a, 1, tokens, 2, 4, tokens), 2)
 
 
 def test_heads_of_the_35b_model():
-    check("bf16", operands("bf16", 1, 5, 16, 32), 16)
+    check(BF16, operands(BF16, 1, 5, 16, 32), 16)
 
 
-@pytest.mark.parametrize("a", TYPES)
+@halves
 def test_padding_and_lengths(a):
     tokens = 37
     x = operands(a, 4, tokens, 1, 2)
@@ -78,14 +82,14 @@ def test_padding_and_lengths(a):
 
 
 def test_one_piece_and_chunks_give_the_same_bits():
-    x = operands("bf16", 2, 45, 1, 2)
-    whole = conv("bf16", x, 1)
+    x = operands(BF16, 2, 45, 1, 2)
+    whole = conv(BF16, x, 1)
     state, parts, at = x["conv_state"], [], 0
     for n in (32, 1, 2, 10):
         piece = dict(x, conv_state=state)
         for name in ("qkv", "a", "b"):
             piece[name] = np.ascontiguousarray(x[name][:, at : at + n])
-        *out, state = conv("bf16", piece, 1)
+        *out, state = conv(BF16, piece, 1)
         parts.append(out)
         at += n
     for i in range(5):
@@ -94,17 +98,17 @@ def test_one_piece_and_chunks_give_the_same_bits():
 
 
 def test_zero_rows_and_large_gates():
-    x = operands("bf16", 1, 6, 1, 2)
+    x = operands(BF16, 1, 6, 1, 2)
     x["qkv"][:, 2:] = 0
     x["conv_state"][:] = 0
-    x["a"][0, 0], x["a"][0, 1] = 0x42C8, 0xC2C8  # 100, -100
-    x["b"][0, 0], x["b"][0, 1] = 0x42C8, 0xC2C8
-    check("bf16", x, 1)
+    for gate in (x["a"], x["b"]):
+        gate[0, 0], gate[0, 1] = BF16.store([100.0, -100.0])
+    check(BF16, x, 1)
 
 
 def test_checked():
-    x = operands("bf16", 2, 34, 1, 1)
+    x = operands(BF16, 2, 34, 1, 1)
     mask = np.arange(34) < np.array([[34], [20]])
-    x["a"][0, 0] = 0xC2C8  # -100: the softplus of a value below the smallest step of 1
-    check("bf16", x, 1, mask=mask, lengths=[34, 20], host="checked")
-    check("bf16", operands("bf16", 1, 2, 1, 1), 1, host="checked")
+    x["a"][0, 0] = BF16.store(-100.0)  # the softplus of a value below the smallest step of 1
+    check(BF16, x, 1, mask=mask, lengths=[34, 20], host="checked")
+    check(BF16, operands(BF16, 1, 2, 1, 1), 1, host="checked")

@@ -36,10 +36,10 @@ from mlx_lm.models import qwen3_5_moe
 from mlx_lm.models.cache import KVCache
 
 import lily_mlx
-from benchmarks import common, gpu_checks, gpu_layers, gpu_report, ledger
-from lily_mlx import _ext, decode, ptx, trace
-from lily_mlx import kernels as metal
+from benchmarks import common, gpu_checks, gpu_layers, gpu_report
+from lily_mlx import _ext, decode, ptx, spec
 from lily_mlx.report import write_json
+from lily_mlx.shapes import qwen3_6_35b_a3b, qwen3_6_35b_a3b_config
 
 PARTS = ("checks", "kernels", "layers", "decode", "prefill", "raised")
 STEPS = {"lily": decode.generate_step, "stock": stock_step}
@@ -63,7 +63,7 @@ def _attention(*values: tuple[int, int]) -> list[dict[str, int]]:
 
 # Label -> other ways to run it.
 SWEEP: dict[str, list[dict[str, Any]]] = {
-    "all": [{"sync": False}, {"fuse_route": True}],
+    "all": [{"mma": False}, {"fuse_route": True}],
     "delta in": _tiles("delta in", "split simdgroups blocks", (8, 16, 3), (8, 8, 2)),
     "attention in": _tiles("attention in", "r u simdgroups blocks", (4, 2, 4, 1), (2, 2, 8, 1)),
     "delta out": _tiles("delta out", "r u split simdgroups", (2, 1, 4, 8), (4, 1, 4, 8),
@@ -92,17 +92,17 @@ def sweeps() -> list[tuple[int, dict[str, list[dict[str, Any]]]]]:
     return [(256, SWEEP)] + [(c, {"attention": ways}) for c, ways in ATTENTION_SWEEP.items()]
 
 
-def build_sweep(folder: Path) -> None:
+def build_sweep(path: Path) -> None:
     """Compile the kernels of a sweep, on a machine with clang-19, for --ptx there."""
-    shapes = trace.dims(ledger.model().language_model)
+    shapes = spec.model(qwen3_6_35b_a3b().language_model)
     found: dict[str, Any] = {}
     for context, sweep in sweeps():
         for ways in sweep.values():
             for options in ways:
                 found |= ptx.decode_pipelines(shapes, [(context + 512) // 256 * 256], options)
-    count = ptx.build(found.values(), metal.folder(), folder)
-    size = sum(f.stat().st_size for f in folder.iterdir())
-    print(f"{folder}: {len(found)} pipelines, {count} compiled now, {size / 1e6:.1f} MB")
+    count = ptx.build(found.values(), path)
+    size = path.stat().st_size / 1e6
+    print(f"{path}: {len(found)} pipelines, {count} of them new, {size:.1f} MB")
 
 
 def step_us(model: nn.Module, context: int, tokens: int = 40) -> float:
@@ -119,13 +119,13 @@ def run_sweep(model: nn.Module) -> dict[str, Any]:
     do not add up. In microseconds; less than 0 is better than the default."""
     report: dict[str, Any] = {}
     for context, sweep in sweeps():
-        _ext.set_cuda_decode_options(ptx.NVIDIA)
+        _ext.set_cuda_step_options({})
         default = step_us(model, context)
         print(f"default at {context}: {default:.1f} us a step", flush=True)
         for label, ways in sweep.items():
             for options in ways:
                 shown = " ".join(f"{k.removeprefix(label + '.')}={v}" for k, v in options.items())
-                _ext.set_cuda_decode_options(ptx.NVIDIA | options)
+                _ext.set_cuda_step_options(options)
                 try:
                     us = step_us(model, context) - default
                 except RuntimeError as error:  # a way that this card refuses is named
@@ -133,7 +133,7 @@ def run_sweep(model: nn.Module) -> dict[str, Any]:
                     continue
                 report.setdefault(f"{label} at {context}", {})[shown] = us
                 print(f"{label:18} {context:7} {shown:40} {us:+8.1f}", flush=True)
-    _ext.set_cuda_decode_options(ptx.NVIDIA)
+    _ext.set_cuda_step_options({})
     return report
 
 
@@ -220,7 +220,7 @@ def kernels(model: nn.Module, context: int, rate: float) -> list[dict[str, Any]]
         mx.eval(model(mx.array([[token]]), cache=caches))
     session = caches[0]._loan[0]
     moved: dict[str, int] = {}
-    for d in lily_mlx.trace(model, "decode", context=context + 3, **ptx.NVIDIA).dispatches:
+    for d in lily_mlx.trace(model, "decode", context=context + 3, on="cuda").dispatches:
         moved[d["label"]] = moved.get(d["label"], 0) + d["read"] + d["written"]
     return [
         gpu_report.kernel_row(label, count, seconds, moved[label], rate)
@@ -228,11 +228,11 @@ def kernels(model: nn.Module, context: int, rate: float) -> list[dict[str, Any]]
     ]
 
 
-def both_models() -> tuple[nn.Module, nn.Module]:
+def both_models(layers: int = 40) -> tuple[nn.Module, nn.Module]:
     """Lily's and stock's model of the 35B shapes, on the same random arrays."""
-    ours = ledger.model()
+    ours = qwen3_6_35b_a3b(layers)
     random_weights(ours)
-    stock = qwen3_5_moe.Model(qwen3_5_moe.ModelArgs.from_dict(ledger.SHAPES))
+    stock = qwen3_5_moe.Model(qwen3_5_moe.ModelArgs.from_dict(qwen3_6_35b_a3b_config(layers)))
     stock.set_dtype(mx.bfloat16)
     by_path = {path: module for path, module in ours.named_modules() if hasattr(module, "bits")}
     nn.quantize(stock, 64, 4, class_predicate=lambda path, m: path in by_path and {
@@ -502,7 +502,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE",
                         help="measure nothing: join these results into --output")  # fmt: skip
     parser.add_argument("--sweep", action="store_true", help="time other splits and tiles instead")
-    parser.add_argument("--ptx", type=Path, help="a folder of PTX beside the package's")
+    parser.add_argument("--ptx", type=Path, metavar="FILE", help="PTX beside the package's")
     parser.add_argument("--build", action="store_true", help="compile them into --ptx; no GPU used")
     return parser
 
@@ -514,7 +514,7 @@ def main(argv: list[str]) -> None:
         parser.error("--rounds, --tokens and --stock-tokens are 1 or more")
     if arguments.build:
         if not arguments.ptx:
-            parser.error("--build needs --ptx FOLDER, where the kernels go")
+            parser.error("--build needs --ptx FILE, where the kernels go")
         build_sweep(arguments.ptx)
         return
     if arguments.merge:
@@ -536,7 +536,7 @@ def main(argv: list[str]) -> None:
     if arguments.ptx:
         ptx.register(_ext.cuda_add_kernel, arguments.ptx)
     if arguments.sweep:
-        ours = ledger.model()
+        ours = qwen3_6_35b_a3b()
         random_weights(ours)
         report = run_sweep(ours)
         if arguments.output:

@@ -16,53 +16,22 @@ import json
 import sys
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 import lily_mlx
 from benchmarks import common
-from lily_mlx.trace import Trace, dims, format_bytes
+from lily_mlx import spec
+from lily_mlx.shapes import qwen3_6_35b_a3b
+from lily_mlx.trace import Trace, format_bytes
 
 CONTEXTS = (0, 256, 4096, 32768, 131072)
 CHUNKS = (512, 2048, 4096)
 AIM = {"dispatches": 300, "levels": 270, "floor": 1.05}
 
-SHAPES = {
-    "model_type": "qwen3_5_moe",
-    "text_config": {
-        "model_type": "qwen3_5_moe_text",
-        "hidden_size": 2048, "num_hidden_layers": 40, "full_attention_interval": 4,
-        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 256,
-        "num_experts_per_tok": 8, "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "vocab_size": 248320,
-        "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "max_position_embeddings": 262144,
-        "rope_parameters": {
-            "type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
-        },
-    },
-}  # fmt: skip
 
-
-def model() -> nn.Module:
-    """The 35B model with lazy weights: 4 bits, group 64, router gates 8 bits. Allocates nothing."""
-    made = lily_mlx.Model(lily_mlx.ModelArgs.from_dict(SHAPES))
-    made.set_dtype(mx.bfloat16)
-
-    def quantization(path: str, module: nn.Module) -> bool | dict[str, int]:
-        if not hasattr(module, "to_quantized"):
-            return False
-        gate = path.endswith(("mlp.gate", "shared_expert_gate"))
-        return {"group_size": 64, "bits": 8 if gate else 4}
-
-    nn.quantize(made, 64, 4, class_predicate=quantization)
-    return made
-
-
-def matrix_bytes(m: tuple[int, int, int, int, int], experts: int | None = None) -> int:
+def matrix_bytes(m: spec.Matrix, experts: int | None = None) -> int:
     """Bytes of a matrix of bf16 model, or of `experts` of its experts."""
-    rows, columns, bits, group, count = m
+    rows, columns, bits, group, count = m[:5]
     values = rows * columns * (count if experts is None else experts)
     return values * 2 if bits == 0 else values * bits // 8 + values // group * 4
 
@@ -192,8 +161,8 @@ def forms(made: nn.Module) -> list[dict[str, Any]]:
 
 def collect() -> dict[str, Any]:
     """The whole ledger."""
-    made = model()
-    shapes = dims(made.language_model)
+    made = qwen3_6_35b_a3b()
+    shapes = spec.model(made.language_model)
     rows = [decode_entry(made, shapes, c) for c in CONTEXTS]
     rows += [prefill_entry(made, shapes, t) for t in CHUNKS]
     notes = []

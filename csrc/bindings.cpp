@@ -10,10 +10,10 @@
 #include "bindings_host.h"
 #include "bindings_program.h"
 #include "bindings_programs.h"
+#include "bindings_spec.h"
 #include "mlx/version.h"
 #include "primitives/decode.h"
 #include "primitives/layers.h"
-#include "programs/metal_host.h"
 #include "reference/micro.h"
 #include "reference/parallel.h"
 
@@ -25,12 +25,17 @@ namespace lily {
 namespace {
 
 // Remembers which objects a decode plan was built from: entries of modules (dicts) and of lists.
-// changed() is asked before every step, so it compares pointers only.
+// changed() is asked before every step, so it compares pointers only. The root, a module which owns
+// the plan and so this, is not held: changed() is told it.
 class Watch {
  public:
+  void root_entry(nb::dict root, nb::str key) {
+    nb::object value = root[key];
+    entries_.push_back({nb::object(), key, value, 0, array_id(value)});
+  }
   void dict_entry(nb::dict owner, nb::str key) {
-    nb::object value = owner[key];
-    entries_.push_back({owner, key, value, 0, array_id(value)});
+    root_entry(owner, key);
+    entries_.back().owner = owner;
   }
   void list_entries(nb::list owner) {
     for (size_t i = 0; i < owner.size(); ++i) {
@@ -38,22 +43,43 @@ class Watch {
     }
     lists_.push_back({owner, owner.size()});
   }
-  bool changed() const {
+  bool changed(nb::dict root) const {
     for (const auto& [list, size] : lists_) {
       if (list.size() != size) {
         return true;
       }
     }
     for (const Entry& e : entries_) {
-      PyObject* now = e.key.is_valid()
-                          ? PyDict_GetItemWithError(e.owner.ptr(), e.key.ptr())
-                          : PyList_GetItem(e.owner.ptr(), static_cast<Py_ssize_t>(e.index));
+      PyObject* owner = e.owner.is_valid() ? e.owner.ptr() : root.ptr();
+      PyObject* now = e.key.is_valid() ? PyDict_GetItemWithError(owner, e.key.ptr())
+                                       : PyList_GetItem(owner, static_cast<Py_ssize_t>(e.index));
       if (now != e.value.ptr() || (e.array_id != 0 && array_id(nb::handle(now)) != e.array_id)) {
         PyErr_Clear();
         return true;
       }
     }
     return false;
+  }
+
+  // For the garbage collector: a module may refer back to what owns it.
+  static int traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (nb::inst_ready(self)) {
+      const Watch& w = *nb::inst_ptr<Watch>(self);
+      for (const Entry& e : w.entries_) {
+        Py_VISIT(e.owner.ptr());
+        Py_VISIT(e.value.ptr());
+      }
+      for (const auto& [list, size] : w.lists_) {
+        Py_VISIT(list.ptr());
+      }
+    }
+    return 0;
+  }
+  static int clear(PyObject* self) {
+    // Emptied before what was held dies, which may run any code.
+    Watch held = std::exchange(*nb::inst_ptr<Watch>(self), Watch());
+    return 0;
   }
 
  private:
@@ -69,6 +95,10 @@ class Watch {
   std::vector<Entry> entries_;
   std::vector<std::pair<nb::list, size_t>> lists_;
 };
+
+PyType_Slot watch_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(Watch::traverse)},
+                             {Py_tp_clear, reinterpret_cast<void*>(Watch::clear)},
+                             {0, nullptr}};
 
 // What Python holds. A shared_ptr handed out by nanobind takes the GIL when it dies, which a
 // stream's thread must never wait for; these hold plain ones.
@@ -89,9 +119,18 @@ void bind_layers(nb::module_& m) {
       .def_prop_ro("cols", &Weight::cols)
       .def_prop_ro("dtype", &Weight::dtype);
   nb::class_<MoeLayer>(m, "MoeLayer")
-      .def(nb::init<Weight, Weight, Weight, Weight, Weight, Weight, Weight, Weight, int, bool>(),
-           "router"_a, "gate"_a, "up"_a, "down"_a, "shared_gate"_a, "shared_up"_a, "shared_down"_a,
-           "shared_router"_a, "top_k"_a, "normalize"_a);
+      .def(
+          "__init__",
+          [](MoeLayer* self, Weight router, Weight gate, Weight up, Weight down, Weight shared_gate,
+             Weight shared_up, Weight shared_down, Weight shared_router, int top_k,
+             bool normalize) {
+            new (self)
+                MoeLayer{std::move(router),      std::move(gate),          std::move(up),
+                         std::move(down),        std::move(shared_gate),   std::move(shared_up),
+                         std::move(shared_down), std::move(shared_router), {top_k, normalize}};
+          },
+          "router"_a, "gate"_a, "up"_a, "down"_a, "shared_gate"_a, "shared_up"_a, "shared_down"_a,
+          "shared_router"_a, "top_k"_a, "normalize"_a);
 
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "eps"_a, nb::kw_only(), "stream"_a = nb::none());
   m.def("project", &project, "x"_a, "weights"_a, "float32_out"_a = false, nb::kw_only(),
@@ -110,37 +149,23 @@ void bind_layers(nb::module_& m) {
 }
 
 void bind_decode(nb::module_& m) {
-  nb::class_<DeltaLayer>(m, "DeltaLayer")
-      .def(nb::init<Weight, Weight, Weight, Weight, Weight, mx::array, mx::array, mx::array,
-                    mx::array, int, int, int, int, float>(),
-           "qkv"_a, "z"_a, "b"_a, "a"_a, "out"_a, "conv"_a, "A_log"_a, "dt_bias"_a, "norm"_a,
-           "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a, "norm_eps"_a);
-  nb::class_<AttentionLayer>(m, "AttentionLayer")
-      .def(nb::init<Weight, Weight, Weight, Weight, mx::array, mx::array, int, int, int, int, float,
-                    float>(),
-           "q"_a, "k"_a, "v"_a, "out"_a, "q_norm"_a, "k_norm"_a, "heads"_a, "kv_heads"_a,
-           "head_dim"_a, "rotary"_a, "rope_base"_a, "norm_eps"_a);
-  nb::class_<DecodeLayer>(m, "DecodeLayer")
-      .def(nb::init<mx::array, mx::array, std::optional<DeltaLayer>, std::optional<AttentionLayer>,
-                    MoeLayer>(),
-           "input_norm"_a, "post_norm"_a, "delta"_a.none(), "attention"_a.none(), "moe"_a);
   nb::class_<Plan>(m, "DecodePlan", "The weights that a decode step runs with; immutable.")
       .def(
           "__init__",
-          [](Plan* self, Weight embedding, std::vector<DecodeLayer> layers, mx::array final_norm,
-             Weight head, mx::Dtype dtype, float eps) {
-            auto plan = std::make_shared<DecodePlan>(
-                DecodePlan{std::move(embedding), std::move(layers), std::move(final_norm),
-                           std::move(head), dtype, eps, nullptr, nullptr});
+          [](Plan* self, nb::dict weights) {
+            auto plan = std::make_shared<DecodePlan>();
+            plan->model = to_model_weights(weights);
+            plan->dtype = dtype_of(plan->model.t);
             {
               nb::gil_scoped_release release;
               plan->prepare();
             }
             new (self) Plan{std::move(plan)};
           },
-          "embedding"_a, "layers"_a, "final_norm"_a, "head"_a, "dtype"_a, "eps"_a)
+          "weights"_a, "weights: as lily_mlx.spec.weights gives them.")
       .def_prop_ro(
-          "programs", [](const Plan& p) { return programs_of(*p.shared)->size(); },
+          "programs",
+          [](const Plan& p) { return p.shared->programs ? p.shared->programs->size() : 0; },
           "How many Programs are kept, for capacities and options that were used.");
   nb::class_<State>(m, "DecodeState", "The caches of one sequence while the decode step owns them.")
       .def(
@@ -182,11 +207,12 @@ void bind_decode(nb::module_& m) {
       "state"_a, "token"_a, "ticket"_a.none(), "position"_a, "with_logits"_a, nb::kw_only(),
       "stream"_a = nb::none());
 
-  nb::class_<Watch>(m, "Watch")
+  nb::class_<Watch>(m, "Watch", nb::type_slots(watch_slots))
       .def(nb::init<>())
+      .def("root_entry", &Watch::root_entry, "root"_a, "key"_a)
       .def("dict_entry", &Watch::dict_entry, "owner"_a, "key"_a)
       .def("list_entries", &Watch::list_entries, "owner"_a)
-      .def("changed", &Watch::changed);
+      .def("changed", &Watch::changed, "root"_a);
 }
 
 }  // namespace

@@ -51,10 +51,11 @@ void bind_cuda(nb::module_& m) {
   m.attr("built_with_cuda") = true;
   m.def(
       "cuda_add_kernel",
-      [](const std::string& key, const std::string& file, const std::string& entry) {
-        cuda_kernels().add(key, file, entry);
+      [](const std::string& key, const std::string& text, const std::string& entry) {
+        cuda_kernels().add(key, text, entry);
       },
-      "key"_a, "file"_a, "entry"_a, "Name the PTX of a pipeline; it is read when first used.");
+      "key"_a, "text"_a, "entry"_a,
+      "Give the PTX of a pipeline; the driver gets it when it is first used.");
   m.def("cuda_copy_rate", &copy_rate, "Bytes a second, read plus written, of a 1 GiB device copy.");
   m.def("cuda_has_kernel", [](const std::string& key) { return cuda_kernels().has(key); }, "key"_a);
 #else

@@ -9,7 +9,6 @@
 #include <stdexcept>
 
 #include "program.h"
-#include "selection.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -134,7 +133,7 @@ nb::dict constants_of(const Kernel& kernel, const std::vector<Constant>& constan
 }
 
 // One dispatch as plain Python data. With bindings, grids and bytes are those of that step.
-nb::dict describe(const Program& p, int i, const Bindings* b) {
+nb::dict describe_dispatch(const Program& p, int i, const Bindings* b) {
   const Dispatch& d = p.dispatches().at(i);
   const Schedule& schedule = b ? b->schedule() : p.schedule();
   Bindings initial(p);
@@ -214,12 +213,7 @@ nb::list slots_of(const Program& p) {
 nb::list pipelines_of(const Program& p) {
   nb::list out;
   for (const Pipeline& pipeline : p.pipelines()) {
-    nb::dict d;
-    d["key"] = pipeline.key;
-    d["kernel"] = pipeline.kernel->name;
-    d["file"] = pipeline.kernel->file;
-    d["constants"] = constants_of(*pipeline.kernel, pipeline.constants);
-    out.append(d);
+    out.append(describe(pipeline));
   }
   return out;
 }
@@ -269,30 +263,16 @@ nb::list hazards_of(const Program& p, const Bindings* b, std::optional<std::vect
   return out;
 }
 
-Shape to_shape(nb::dict fields) {
-  Shape shape;
-  for (auto [key, value] : fields) {
-    std::string name = nb::cast<std::string>(key);
-    bool is_list = nb::isinstance<nb::list>(value) || nb::isinstance<nb::tuple>(value);
-    nb::list values = is_list ? nb::list(nb::borrow(value)) : nb::list();
-    if (!is_list) {
-      values.append(value);
-    }
-    if (values.size() == 0) {
-      throw std::invalid_argument("field '" + name + "' has no value.");
-    }
-    for (nb::handle v : values) {
-      if (nb::isinstance<nb::str>(v)) {
-        shape.words[name].push_back(nb::cast<std::string>(v));
-      } else {
-        shape.numbers[name].push_back(nb::cast<int64_t>(v));
-      }
-    }
-  }
-  return shape;
-}
-
 }  // namespace
+
+nb::dict describe(const Pipeline& pipeline) {
+  nb::dict d;
+  d["key"] = pipeline.key;
+  d["kernel"] = pipeline.kernel->name;
+  d["file"] = pipeline.kernel->file;
+  d["constants"] = constants_of(*pipeline.kernel, pipeline.constants);
+  return d;
+}
 
 void bind_program(nb::module_& m) {
   nb::class_<Kernel>(m, "Kernel", "A kernel's name, file, constants and arguments.")
@@ -390,7 +370,7 @@ void bind_program(nb::module_& m) {
       .def("finish", &Program::finish)
       .def("find_slot", &Program::find_slot, "name"_a)
       .def("find_scalar", &Program::find_scalar, "name"_a)
-      .def("describe", &describe, "index"_a, "bindings"_a = nb::none())
+      .def("describe", &describe_dispatch, "index"_a, "bindings"_a = nb::none())
       .def("report", &report_of, "bindings"_a = nb::none())
       .def("check_hazards", &hazards_of, "bindings"_a = nb::none(), "levels"_a = nb::none(),
            "after"_a = nb::none(),
@@ -423,22 +403,6 @@ void bind_program(nb::module_& m) {
           "scalar"_a, "value"_a)
       .def_prop_ro("order", [](const Bindings& b) { return b.schedule().order; })
       .def_prop_ro("levels", [](const Bindings& b) { return b.schedule().level; });
-
-  m.def(
-      "query",
-      [](const std::string& kind, const std::string& device, nb::dict shape) {
-        Choice c = query(kind, device, to_shape(shape));
-        return nb::make_tuple(c.kernel, to_string(c.reason.code), c.reason.text);
-      },
-      "kind"_a, "device"_a, "shape"_a,
-      "(kernel or '', reason code, reason); see lily_mlx.selection.");
-  m.def("selection_table", [] {
-    nb::list out;
-    for (const TableRow& row : selection_table()) {
-      out.append(nb::make_tuple(row.kind, row.device, row.kernel, row.rules));
-    }
-    return out;
-  });
 }
 
 }  // namespace lily

@@ -7,8 +7,15 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "programs/layer_programs.h"
-#include "programs/metal_host.h"
+#include "bindings_program.h"
+#include "bindings_spec.h"
+#include "model.h"
+#include "ops/attention.h"
+#include "ops/embed_head.h"
+#include "ops/gated_delta.h"
+#include "ops/linear.h"
+#include "ops/moe.h"
+#include "run.h"
 
 #ifdef LILY_CUDA
 #include "backend/cuda.h"
@@ -20,94 +27,9 @@ using namespace nb::literals;
 namespace lily {
 namespace {
 
-Type to_type(const std::string& name) {
-  if (name == "bfloat16") {
-    return Type::bf16;
-  }
-  if (name == "float16") {
-    return Type::f16;
-  }
-  if (name == "float32") {
-    return Type::f32;
-  }
-  throw std::invalid_argument("dtype '" + name + "' is not bfloat16, float16 or float32.");
-}
-
-template <typename T>
-T field(nb::dict d, const char* name) {
-  if (!d.contains(name)) {
-    throw std::invalid_argument(std::string("the shapes have no '") + name + "'.");
-  }
-  return nb::cast<T>(d[name]);
-}
-
-// (rows, columns, bits, group, experts)
-MatrixDims matrix(const std::vector<int>& t, const char* name) {
-  if (t.size() != 5) {
-    throw std::invalid_argument(std::string(name) +
-                                " is not (rows, columns, bits, group, experts).");
-  }
-  return {t[0], t[1], t[2], t[3], t[4]};
-}
-
-MatrixDims matrix(nb::dict d, const char* name) {
-  return matrix(field<std::vector<int>>(d, name), name);
-}
-
-MoeDims moe_dims(nb::dict d) {
-  return {matrix(d, "router"),        matrix(d, "gate"),          matrix(d, "up"),
-          matrix(d, "down"),          matrix(d, "shared_gate"),   matrix(d, "shared_up"),
-          matrix(d, "shared_down"),   matrix(d, "shared_router"), field<int>(d, "top_k"),
-          field<bool>(d, "normalize")};
-}
-
-DecodeDims decode_dims(nb::dict d) {
-  DecodeDims dims;
-  dims.t = to_type(field<std::string>(d, "dtype"));
-  dims.embedding = matrix(d, "embedding");
-  dims.head = matrix(d, "head");
-  dims.eps = field<float>(d, "eps");
-  for (nb::handle h : field<nb::list>(d, "layers")) {
-    auto l = nb::cast<nb::dict>(h);
-    LayerDims layer;
-    if (l.contains("delta")) {
-      auto x = field<nb::dict>(l, "delta");
-      layer.delta = DeltaDims{matrix(x, "qkv"),
-                              matrix(x, "z"),
-                              matrix(x, "b"),
-                              matrix(x, "a"),
-                              matrix(x, "out"),
-                              field<int>(x, "key_heads"),
-                              field<int>(x, "value_heads"),
-                              field<int>(x, "key_dim"),
-                              field<int>(x, "value_dim"),
-                              field<int>(x, "conv_width"),
-                              field<float>(x, "eps")};
-    } else {
-      auto x = field<nb::dict>(l, "attention");
-      layer.attention = AttentionDims{matrix(x, "q"),
-                                      matrix(x, "k"),
-                                      matrix(x, "v"),
-                                      matrix(x, "out"),
-                                      field<int>(x, "heads"),
-                                      field<int>(x, "kv_heads"),
-                                      field<int>(x, "head_dim"),
-                                      field<int>(x, "rotary"),
-                                      field<float>(x, "base"),
-                                      field<float>(x, "eps")};
-    }
-    layer.moe = moe_dims(field<nb::dict>(l, "moe"));
-    dims.layers.push_back(std::move(layer));
-  }
-  return dims;
-}
-
-// "nvidia" stands for all that its backend starts with; other keys change that.
-DecodeOptions decode_options(nb::dict d) {
-  DecodeOptions o;
-  if (d.contains("nvidia") && nb::cast<bool>(d["nvidia"])) {
-    o = nvidia_options();
-  }
+// Changes to what a target starts with.
+StepOptions to_step_options(Target target, nb::dict d) {
+  StepOptions o = step_options(target);
   const std::vector<std::pair<const char*, bool*>> switches = {
       {"logits", &o.logits},
       {"fuse_norm", &o.fuse_norm},
@@ -118,8 +40,7 @@ DecodeOptions decode_options(nb::dict d) {
       {"fuse_shared", &o.fuse_shared},
       {"fuse_head", &o.fuse_head},
       {"coalesced", &o.coalesced},
-      {"nvidia", &o.nvidia},
-      {"sync", &o.sync}};
+      {"mma", &o.mma}};
   const std::vector<std::pair<const char*, int*>> numbers = {
       {"pack", &o.pack},
       {"context", &o.context},
@@ -153,40 +74,25 @@ DecodeOptions decode_options(nb::dict d) {
 
 Scan to_scan(const std::string& name) {
   const std::vector<std::pair<const char*, Scan>> forms = {
-      {"norm", Scan::norm}, {"apart", Scan::apart}, {"block", Scan::block}, {"chunk", Scan::chunk}};
+      {"norm", Scan::norm}, {"apart", Scan::apart}, {"block", Scan::block}};
   for (auto& [text, scan] : forms) {
     if (name == text) {
       return scan;
     }
   }
-  throw std::invalid_argument("scan '" + name + "' is not norm, apart, block or chunk.");
+  throw std::invalid_argument("scan '" + name + "' is not norm, apart or block.");
 }
 
-MatrixUnit to_unit(const std::string& name) {
-  const std::vector<std::pair<const char*, MatrixUnit>> units = {
-      {"simdgroup", MatrixUnit::simdgroup},
-      {"tensor", MatrixUnit::tensor},
-      {"nvidia", MatrixUnit::nvidia}};
-  for (auto& [text, unit] : units) {
-    if (name == text) {
-      return unit;
-    }
-  }
-  throw std::invalid_argument("matrix unit '" + name + "' is not simdgroup, tensor or nvidia.");
+nb::tuple to_python(const Choice& c) {
+  return nb::make_tuple(c.kernel, to_string(c.code), c.reason);
 }
 
-bool has_backend(const std::string& device) {
-#ifdef LILY_CUDA
-  if (device == "cuda") {
-    return true;
+nb::list to_python(const Pipelines& pipelines) {
+  nb::list out;
+  for (const auto& [key, pipeline] : pipelines) {
+    out.append(describe(pipeline));
   }
-#endif
-#ifdef LILY_METAL
-  if (device == "metal") {
-    return true;
-  }
-#endif
-  return device == "cpu";
+  return out;
 }
 
 // Python holds what owns the Program.
@@ -219,91 +125,193 @@ void bind_programs(nb::module_& m) {
         }
         return out;
       });
+  // ---- Is there a kernel, and if not why: (kernel or "", code, reason). rows 0: any number.
   m.def(
-      "decode_refusal", [](nb::dict dims) { return decode_refusal(decode_dims(dims)); }, "dims"_a,
-      "Why the Metal kernels do not serve a decode step of these shapes, or ''.");
+      "linear_kernel",
+      [](const std::string& target, const std::string& dtype, nb::handle matrices, int rows,
+         bool float32) {
+        const Type t = to_type(dtype);
+        return to_python(
+            linear_kernel(parse_target(target), t, to_matrices(matrices, t), rows, float32));
+      },
+      "target"_a, "dtype"_a, "matrices"_a, "rows"_a = kAnyRows, "float32"_a = false);
   m.def(
-      "decode_program",
-      [](nb::dict dims, int capacity, nb::dict options) {
-        DecodeDims d = decode_dims(dims);
-        std::string reason = decode_refusal(d);
-        if (!reason.empty()) {
-          throw std::invalid_argument("the decode step has no kernels for this model: " + reason +
-                                      ".");
+      "embed_kernel",
+      [](const std::string& target, const std::string& dtype, nb::handle table) {
+        const Type t = to_type(dtype);
+        return to_python(embed_kernel(parse_target(target), t, to_matrix(table, t)));
+      },
+      "target"_a, "dtype"_a, "table"_a);
+  m.def(
+      "moe_kernel",
+      [](const std::string& target, const std::string& dtype, nb::dict moe, int rows) {
+        const Type t = to_type(dtype);
+        return to_python(moe_kernel(parse_target(target), t, to_moe_spec(moe, t), rows));
+      },
+      "target"_a, "dtype"_a, "moe"_a, "rows"_a = kAnyRows);
+  m.def(
+      "gated_delta_kernel",
+      [](const std::string& target, const std::string& dtype, nb::dict shape,
+         const std::vector<std::string>& dtypes, int rows, bool masked) {
+        if (dtypes.size() != 4) {
+          throw std::invalid_argument(
+              "dtypes are those of conv1d.weight, A_log, dt_bias and norm.weight.");
+        }
+        auto vector = [&](int i) { return VectorSpec{0, to_type(dtypes[i])}; };
+        return to_python(
+            gated_delta_kernel(parse_target(target), to_type(dtype), to_gated_delta_shape(shape),
+                               {vector(0), vector(1), vector(2), vector(3)}, rows, masked));
+      },
+      "target"_a, "dtype"_a, "shape"_a, "dtypes"_a, "rows"_a = kAnyRows, "masked"_a = false);
+  m.def(
+      "attention_kernel",
+      [](const std::string& target, const std::string& dtype, nb::dict shape,
+         const std::string& norm_dtype, const std::string& mask) {
+        const VectorSpec norm{0, to_type(norm_dtype)};
+        return to_python(attention_kernel(parse_target(target), to_type(dtype),
+                                          to_attention_shape(shape), norm, norm, mask));
+      },
+      "target"_a, "dtype"_a, "shape"_a, "norm_dtype"_a, "mask"_a);
+  m.def(
+      "step_kernel",
+      [](const std::string& target, nb::dict model) {
+        return to_python(step_kernel(parse_target(target), to_model_spec(model)));
+      },
+      "target"_a, "model"_a);
+
+  // ---- Programs from shapes alone
+  m.def(
+      "step_program",
+      [](const std::string& target, nb::dict model, int capacity, nb::dict options) {
+        const Target to = parse_target(target);
+        const ModelSpec spec = to_model_spec(model);
+        if (Choice c = step_kernel(to, spec); !c) {
+          throw std::invalid_argument("the decode step has no kernels for this model: " + c.reason);
         }
         std::vector<int> capacities;
-        for (const LayerDims& l : d.layers) {
+        for (const LayerSpec& l : spec.layers) {
           capacities.push_back(l.attention ? capacity : 0);
         }
-        return built(decode_program(d, capacities, decode_options(options)));
+        return built(step_program(to, spec, capacities, to_step_options(to, options)));
       },
-      "dims"_a, "capacity"_a, "options"_a = nb::dict());
-#ifdef LILY_CUDA
+      "target"_a, "model"_a, "capacity"_a, "options"_a = nb::dict());
   m.def(
-      "set_cuda_decode_options",
-      [](nb::dict options) { set_cuda_decode_options(decode_options(options)); }, "options"_a,
-      "How decode steps are built from now on; the kernels' PTX must be there.");
-#endif
-  m.def(
-      "prefill_program",
-      [](nb::dict dims, int tokens, const std::string& scan, const std::string& unit) {
-        return built(prefill_program(decode_dims(dims), tokens, to_scan(scan), to_unit(unit)));
+      "chunk_program",
+      [](const std::string& target, nb::dict model, int rows) {
+        return built(chunk_program(parse_target(target), to_model_spec(model), rows));
       },
-      "dims"_a, "tokens"_a, "scan"_a = "norm", "unit"_a = "simdgroup");
+      "target"_a, "model"_a, "rows"_a);
   m.def(
-      "project_program",
-      [](const std::string& dtype, const std::string& kernel, int rows,
-         const std::vector<std::vector<int>>& matrices, bool float32, const std::string& unit) {
-        std::vector<MatrixDims> dims;
-        for (const std::vector<int>& t : matrices) {
-          dims.push_back(matrix(t, "a matrix"));
-        }
-        return built(project_program(to_type(dtype), kernel, rows, dims, float32, to_unit(unit)));
+      "linear_program",
+      [](const std::string& target, const std::string& dtype, int rows, nb::handle matrices,
+         bool float32) {
+        const Type t = to_type(dtype);
+        return built(
+            linear_program(parse_target(target), t, rows, to_matrices(matrices, t), float32));
       },
-      "dtype"_a, "kernel"_a, "rows"_a, "matrices"_a, "float32"_a = false, "unit"_a = "simdgroup");
+      "target"_a, "dtype"_a, "rows"_a, "matrices"_a, "float32"_a = false);
   m.def(
       "embed_program",
-      [](const std::string& dtype, int count, const std::vector<int>& embedding) {
-        return built(embed_program(to_type(dtype), count, matrix(embedding, "the embedding")));
+      [](const std::string& target, const std::string& dtype, int count, nb::handle table) {
+        const Type t = to_type(dtype);
+        return built(embed_program(parse_target(target), t, count, to_matrix(table, t)));
       },
-      "dtype"_a, "count"_a, "embedding"_a);
+      "target"_a, "dtype"_a, "count"_a, "table"_a);
   m.def(
       "moe_program",
-      [](const std::string& dtype, const std::string& kernel, int rows, nb::dict dims,
-         const std::string& unit) {
-        return built(moe_program(to_type(dtype), kernel, rows, moe_dims(dims), to_unit(unit)));
+      [](const std::string& target, const std::string& dtype, int rows, nb::dict moe) {
+        const Type t = to_type(dtype);
+        return built(moe_program(parse_target(target), t, rows, to_moe_spec(moe, t)));
       },
-      "dtype"_a, "kernel"_a, "rows"_a, "dims"_a, "unit"_a = "simdgroup");
+      "target"_a, "dtype"_a, "rows"_a, "moe"_a);
   m.def(
       "gated_delta_program",
-      [](const std::string& dtype, int B, int T, int key_heads, int value_heads, float eps,
-         bool has_mask, bool has_lengths, const std::string& scan) {
-        GatedDeltaDims d{B, T, key_heads, value_heads, eps, true, true, has_mask, has_lengths};
-        const std::string kernel = scan == "step" ? "gdn_step" : "gdn_scan";
-        return built(gated_delta_program(to_type(dtype), kernel, d,
-                                         scan == "step" ? Scan::norm : to_scan(scan)));
+      [](const std::string& target, const std::string& dtype, int B, int T, nb::dict shape,
+         bool has_mask, bool has_lengths, std::optional<std::string> scan) {
+        const Target to = parse_target(target);
+        const GatedDeltaRows rows{B, T, true, true, has_mask, has_lengths};
+        return built(gated_delta_program(to, to_type(dtype), to_gated_delta_shape(shape), rows,
+                                         scan ? to_scan(*scan) : scan_for(to)));
       },
-      "dtype"_a, "batch"_a, "tokens"_a, "key_heads"_a, "value_heads"_a, "eps"_a,
-      "has_mask"_a = false, "has_lengths"_a = false, "scan"_a = "norm");
+      "target"_a, "dtype"_a, "batch"_a, "tokens"_a, "shape"_a, "has_mask"_a = false,
+      "has_lengths"_a = false, "scan"_a = nb::none());
+
+  // ---- What must have been compiled
+  m.def(
+      "step_pipelines",
+      [](const std::string& target, nb::dict model, const std::vector<int>& capacities,
+         nb::dict options) {
+        const Target to = parse_target(target);
+        return to_python(
+            step_pipelines(to, to_model_spec(model), capacities, to_step_options(to, options)));
+      },
+      "target"_a, "model"_a, "capacities"_a, "options"_a = nb::dict());
+  m.def(
+      "layer_pipelines",
+      [](const std::string& target, nb::dict model) {
+        return to_python(layer_pipelines(parse_target(target), to_model_spec(model)));
+      },
+      "target"_a, "model"_a);
+  m.def(
+      "linear_pipelines",
+      [](const std::string& target, const std::string& dtype, nb::handle matrices, bool float32) {
+        Pipelines out;
+        const Type t = to_type(dtype);
+        for (const MatrixSpec& matrix : to_matrices(matrices, t)) {
+          linear_pipelines(parse_target(target), t, matrix, float32, out);
+        }
+        return to_python(out);
+      },
+      "target"_a, "dtype"_a, "matrices"_a, "float32"_a = false);
+  m.def(
+      "embed_pipelines",
+      [](const std::string& dtype, nb::handle table) {
+        Pipelines out;
+        const Type t = to_type(dtype);
+        embed_pipelines(t, to_matrix(table, t), out);
+        return to_python(out);
+      },
+      "dtype"_a, "table"_a);
+  m.def(
+      "moe_pipelines",
+      [](const std::string& target, const std::string& dtype, nb::dict moe) {
+        Pipelines out;
+        const Type t = to_type(dtype);
+        moe_pipelines(parse_target(target), t, to_moe_spec(moe, t), out);
+        return to_python(out);
+      },
+      "target"_a, "dtype"_a, "moe"_a);
+  m.def(
+      "gated_delta_pipelines",
+      [](const std::string& target, const std::string& dtype) {
+        Pipelines out;
+        gated_delta_pipelines(parse_target(target), to_type(dtype), out);
+        return to_python(out);
+      },
+      "target"_a, "dtype"_a);
+  m.def(
+      "attention_pipelines",
+      [](const std::string& dtype) {
+        Pipelines out;
+        attention_pipelines(to_type(dtype), out);
+        return to_python(out);
+      },
+      "dtype"_a);
+#ifdef LILY_CUDA
+  m.def(
+      "set_cuda_step_options",
+      [](nb::dict options) { set_cuda_step_options(to_step_options(Target::cuda, options)); },
+      "options"_a, "How decode steps are built from now on; the kernels' PTX must be there.");
+#endif
 
   m.def(
-      "attention_prepare_program",
-      [](const std::string& dtype, int head_dim, int rotary, int tokens) {
-        PrepareDims d{1, tokens, 1, 1, head_dim, rotary, 1e6f, 1e-6f, false};
-        const std::string reason = prepare_refusal(to_type(dtype), d);
-        if (!reason.empty()) {
-          throw std::invalid_argument(reason + ".");
-        }
-        return built(attention_prepare_program(to_type(dtype), d));
-      },
-      "dtype"_a, "head_dim"_a, "rotary"_a, "tokens"_a = 1);
-
-  m.def("has_backend", &has_backend, "device"_a,
-        "Whether this build can run Programs on MLX's device: \"cpu\", \"metal\" or \"cuda\".");
+      "gpu_target", [] { return to_string(gpu_target()); },
+      "\"metal\", \"metal_nax\" or \"cuda\", whichever this build has a backend for; else "
+      "\"cpu\".");
   m.def(
       "set_metal_host",
       [](std::optional<std::string> runtime, bool checked, uint64_t seed, nb::object compile,
-         nb::dict decode, bool nvidia) {
+         nb::dict step, const std::string& target) {
         if (!runtime) {
           nb::gil_scoped_release release;
           set_metal_host(std::nullopt);
@@ -311,9 +319,9 @@ void bind_programs(nb::module_& m) {
         }
         MetalHostOptions o;
         o.runtime = *runtime;
-        o.nvidia = nvidia;
+        o.target = parse_target(target);
         o.host = {checked, 1, seed};
-        o.decode = decode_options(decode);
+        o.step = to_step_options(o.target, step);
         // Queued steps may let go of the last reference on a stream's thread, which must not take
         // the GIL: the callable is never freed.
         auto* callable = new nb::object(std::move(compile));
@@ -344,13 +352,13 @@ void bind_programs(nb::module_& m) {
         set_metal_host(std::move(o));
       },
       "runtime"_a.none(), "checked"_a = false, "seed"_a = 0, "compile"_a = nb::none(),
-      "decode"_a = nb::dict(), "nvidia"_a = false,
+      "step"_a = nb::dict(), "target"_a = "metal",
       "Run Programs with the Metal host in place of the reference; None switches back.");
   m.def("metal_host", [] { return metal_host(); });
-  m.def("reset_metal_host_counts", &reset_metal_host_counts);
-  m.def("metal_host_counts", [] {
+  m.def("reset_run_counts", &reset_run_counts);
+  m.def("run_counts", [] {
     nb::list out;
-    for (const auto& [key, n] : metal_host_counts()) {
+    for (const auto& [key, n] : run_counts()) {
       const auto& [kind, kernel, reason] = key;
       out.append(nb::make_tuple(kind, kernel, reason, n));
     }

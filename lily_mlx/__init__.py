@@ -62,7 +62,7 @@ def backend_info() -> dict[str, str]:
 def _start() -> None:
     from lily_mlx import kernels
 
-    if _ext.has_backend("metal") or _ext.built_with_cuda:  # primitives look kernels up then
+    if _ext.gpu_target() != "cpu":  # primitives look kernels up then
         kernels.load()
     kernels.start_from_environment()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -11,12 +12,11 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 from mlx_lm.generate import generate_step as stock_generate_step
 from mlx_lm.sample_utils import greedy_sampler
 
-from lily_mlx import _ext, kernels, ptx, trace
+from lily_mlx import _ext, selection, spec
 from lily_mlx.cache import ArraysCache, adopt
-from lily_mlx.layers import GatedDeltaNet, RMSNorm, SparseMoeBlock
-from lily_mlx.layers.linear import ask, weight_of
+from lily_mlx.layers import RMSNorm, SparseMoeBlock
 from lily_mlx.loading import check_prompt
-from lily_mlx.selection import Choice, device_name
+from lily_mlx.selection import TRAINING, Choice
 
 
 class DecodePlan:
@@ -29,27 +29,29 @@ class DecodePlan:
             ValueError: arrays whose shapes do not fit each other.
         """
         self.choice = decode_choice(text_model)
-        if self.choice and device_name() == "cuda":
-            self.choice = _cuda_choice(text_model, self.choice)
         self._watch = _watch(text_model)
-        self.native = _native_plan(text_model) if self.choice else None
-        self.dtype = activation_dtype(text_model)
+        self.native = _ext.DecodePlan(spec.weights(text_model)) if self.choice else None
+        self.dtype = spec.activation_dtype(text_model)
 
-    def stale(self) -> bool:
-        """Whether a module or an array that the plan was built from has been replaced."""
-        return self._watch.changed()
+    def stale(self, text_model: nn.Module) -> bool:
+        """Whether a module or an array of `text_model` is not the one the plan was built from."""
+        return self._watch.changed(text_model)
 
 
 class DecodeSession:
     """The caches of one sequence, lent to the decode step."""
 
     def __init__(self, plan: DecodePlan, caches: list[Any]):
-        self.plan = plan
+        self._plan = weakref.ref(plan)  # caches that outlive their model keep no weights
         self.state = _ext.DecodeState(plan.native)
         # The last step's token: the next step waits for it, and evaluating it runs every step.
         self.ticket: mx.array | None = None
         for layer, cache in enumerate(caches):
             cache._lend(self, layer)
+
+    def serves(self, plan: DecodePlan) -> bool:
+        """Whether steps with `plan` can go on in this session."""
+        return self._plan() is plan and self.state.whole
 
     def take(self, layer: int) -> tuple[mx.array | None, mx.array | None]:
         """Run the steps built so far and give one layer's arrays up; the session ends."""
@@ -69,135 +71,53 @@ class DecodeSession:
         return self.state.grown_bytes
 
 
-def activation_dtype(text_model: nn.Module) -> mx.Dtype:
-    """The dtype of the residual stream: the norms', since scales may be packed in some modes."""
-    return text_model.model.norm.weight.dtype
-
-
 def decode_choice(text_model: nn.Module) -> Choice:
     """Whether the decode step serves this model, or why not."""
     args, model = text_model.args, text_model.model
-    dtype = activation_dtype(text_model)
+    if text_model.training:
+        return TRAINING
     if text_model.sharding_group is not None or model.pipeline_size > 1:
         return Choice(None, "sharded", "a sharded model decodes layer by layer.")
-    head = text_model.head()
-    linears = [model.embed_tokens, head]
     norms = [model.norm]
-    attention = None
     for layer in model.layers:
         if type(layer.mlp) is not SparseMoeBlock:
             return Choice(None, "module", "a dense MLP decodes layer by layer.")
-        mixer = layer.linear_attn if layer.is_linear else layer.self_attn
-        for part in (mixer, layer.mlp):
+        for part in (layer.linear_attn if layer.is_linear else layer.self_attn, layer.mlp):
             refused = part.refusal()
             if refused is not None:
                 return refused
-        if not layer.is_linear:
-            attention = mixer
-        linears += _mixer_linears(mixer) + layer.mlp.linears()
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
-    if attention is None:
+    if all(layer.is_linear for layer in model.layers):
         return Choice(None, "module", "a model without full attention decodes layer by layer.")
     if any(type(norm) is not RMSNorm for norm in norms):
         return Choice(None, "module", "a replaced norm decodes layer by layer.")
     if any(norm.eps != args.rms_norm_eps for norm in norms):
         return Choice(None, "module", "norms with different eps decode layer by layer.")
-    return ask(
-        "decode_step",
-        *linears,
-        dtype=dtype,
-        rows=1,
-        head_dim=args.head_dim,
-        key_dim=args.linear_key_head_dim,
-        value_dim=args.linear_value_head_dim,
-        experts=args.num_experts,
-        top_k=args.num_experts_per_tok,
-        training=text_model.training,
-    )
-
-
-def _cuda_choice(text_model: nn.Module, choice: Choice) -> Choice:
-    """The choice on an NVIDIA GPU: the kernels must have been compiled ahead of time."""
-    if not _ext.built_with_cuda:
-        text = "lily_mlx was built without NVIDIA support; build it where mlx[cuda13] is installed."
-        return Choice(None, "device_has_no_backend", text)
-    shapes = trace.dims(text_model)
-    kernels.load()
-    refused = _ext.decode_refusal(shapes)
-    if refused:
-        return Choice(None, "module", f"{refused}.")
-    ptx.register(_ext.cuda_add_kernel)
-    needed = ptx.decode_pipelines(shapes, ptx.CAPACITIES)
-    missing = [key for key in needed if not _ext.cuda_has_kernel(key)]
-    if missing:
-        text = f"{len(missing)} of {len(needed)} kernels are not compiled: python -m lily_mlx.ptx."
-        return Choice(None, "no_ptx", text)
-    return choice
-
-
-def _mixer_linears(mixer: nn.Module) -> list[nn.Module]:
-    if isinstance(mixer, GatedDeltaNet):
-        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
-    else:
-        names = ("q_proj", "k_proj", "v_proj", "o_proj")
-    return [mixer[name] for name in names]
+    try:
+        return selection.step(spec.model(text_model))
+    except ValueError as error:  # a module that no kernel can read
+        return Choice(None, "module", str(error))
 
 
 def _watch(text_model: nn.Module) -> Any:
-    """Everything whose replacement makes the plan stale: submodules, and their arrays."""
+    """Everything whose replacement makes the plan stale: submodules, and their arrays.
+
+    It does not hold `text_model`, which holds the plan: a model is freed when it is let go.
+    """
     watch = _ext.Watch()
     for _, module in text_model.named_modules():
         for name, value in module.items():
             if isinstance(value, list):
                 watch.list_entries(value)
             if isinstance(value, (mx.array, nn.Module, list)):
-                watch.dict_entry(module, name)
+                (watch.root_entry if module is text_model else watch.dict_entry)(module, name)
     return watch
-
-
-def _native_plan(text_model: nn.Module) -> Any:
-    model, args = text_model.model, text_model.args
-    layers = []
-    for layer in model.layers:
-        delta = attention = None
-        if layer.is_linear:
-            m = layer.linear_attn
-            delta = _ext.DeltaLayer(
-                *[weight_of(x) for x in _mixer_linears(m)],
-                m.conv1d.weight, m.A_log, m.dt_bias, m.norm.weight,
-                m.num_k_heads, m.num_v_heads, m.head_k_dim, m.head_v_dim, m.norm.eps,
-            )  # fmt: skip
-        else:
-            m = layer.self_attn
-            attention = _ext.AttentionLayer(
-                *[weight_of(x) for x in _mixer_linears(m)],
-                m.q_norm.weight, m.k_norm.weight,
-                m.num_attention_heads, m.num_key_value_heads, m.head_dim,
-                m.rope.dims, m.rope.base, m.q_norm.eps,
-            )  # fmt: skip
-        layers.append(
-            _ext.DecodeLayer(
-                layer.input_layernorm.weight,
-                layer.post_attention_layernorm.weight,
-                delta,
-                attention,
-                layer.mlp.layer(),
-            )
-        )
-    return _ext.DecodePlan(
-        weight_of(model.embed_tokens),
-        layers,
-        model.norm.weight,
-        weight_of(text_model.head()),
-        activation_dtype(text_model),
-        args.rms_norm_eps,
-    )
 
 
 def session_for(plan: DecodePlan, caches: list[Any]) -> DecodeSession | None:
     """The session that owns these caches, a new one, or None when the decode step cannot."""
     loan = getattr(caches[0], "_loan", None)
-    if loan is not None and loan[0].plan is plan and loan[0].state.whole:
+    if loan is not None and loan[0].serves(plan):
         session = loan[0]
         if all(getattr(c, "_loan", None) == (session, i) for i, c in enumerate(caches)):
             return session

@@ -81,16 +81,16 @@ def compile_pipeline(
 def start_metal_host(
     checked: bool = False,
     seed: int = 0,
-    decode: dict[str, Any] | None = None,
-    nvidia: bool = False,
+    step: dict[str, Any] | None = None,
+    target: str = "metal",
 ) -> None:
     """Run Programs with the Metal host from now on.
 
     Args:
         checked: find faults; they raise RuntimeError where the result is evaluated.
         seed: not 0 shuffles threads, threadgroups and the dispatches of one level.
-        decode: options of the decode step's Program, e.g. {"fuse_norm": False}.
-        nvidia: layer primitives choose their kernels as on an NVIDIA GPU.
+        step: options of the decode step's Program, e.g. {"fuse_norm": False}.
+        target: whose kernels: "metal", "metal_nax" (with Metal 4's tensor operations) or "cuda".
     """
     load()
     _, toolchain = _host_module()
@@ -99,8 +99,8 @@ def start_metal_host(
         checked,
         seed,
         functools.partial(compile_pipeline, checked=checked),
-        decode or {},
-        nvidia,
+        step or {},
+        target,
     )
 
 
@@ -141,9 +141,9 @@ def backend() -> str:
 
 def report() -> list[tuple[str, str, str, int]]:
     """What ran under the Metal host: (kind, kernel or "reference", reason, times)."""
-    return _ext.metal_host_counts()
+    return _ext.run_counts()
 
 
 def reset_report() -> None:
     """Count from 0 again."""
-    _ext.reset_metal_host_counts()
+    _ext.reset_run_counts()

@@ -16,13 +16,17 @@ from .attach import MODEL_FILE, is_attached
 from .checkpoint import (
     InputError,
     MissingFileError,
+    absent_files,
     check_config,
-    check_files,
     check_finite,
-    check_weights,
+    check_parameters,
+    explained,
+    quantization_label,
     read_config,
     read_json,
-    read_safetensors_header,
+    read_tensors,
+    read_weights,
+    settled,
     text_config,
 )
 
@@ -46,13 +50,12 @@ def load_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """`mlx_lm.utils.load_model` with checks before and after; same arguments, same returns.
 
-    config.json and the headers of the weight files are checked first, then every tensor's name,
-    shape, dtype and packing against the model, then the values that `check_finite` lists.
+    config.json is checked first, then every tensor's name, shape and kind against the quantised
+    model, then the values that `check_finite` lists.
 
     Args:
         lazy: leave the weights on disk until used. Their values are then not checked.
-        strict: every parameter must be in the files and every tensor in the model. If false,
-            only config.json and the files that are there are checked.
+        strict: every parameter must be in the files and every tensor in the model.
         get_model_classes: gives (Model, ModelArgs) for a config; lily's own by default.
         trust_remote_code: as in mlx-lm; not needed for a folder prepared by `lily_mlx attach`.
 
@@ -61,17 +64,26 @@ def load_model(
             file is not there.
     """
     model_path = Path(model_path)
-    source = str(model_path / "config.json")
-    stored = read_config(model_path)
-    config = {**stored, **(model_config or {})}
-    check_config(config, source)
-    attached = config.get("model_file") == MODEL_FILE
+    source = model_path / "config.json"
+    config = {**read_config(model_path), **(model_config or {})}
+    attached = is_attached(config)
     if config.get("model_file") is not None and not attached:
         raise InputError(
             f"{source} asks for its own model code ({config['model_file']!r}), which lily does "
             'not run; pass engine="stock" with trust_remote_code=True if you trust it.'
         )
-    files = check_files(model_path) if strict or any(model_path.glob("model*.safetensors")) else {}
+    with explained(source, "correct it or download it again"):
+        check_config(config, str(source))
+        overrides = {**(model_config or {}), **settled(config, read_weights(model_path))}
+    if attached:
+        overrides["model_file"] = None
+    way_out = (
+        "check that config.json belongs to these weights, and that they are bfloat16 or quantised "
+        "by mlx_lm.convert"
+    )
+    method = (quantization_label(config) or {}).get("quant_method")
+    if config.get("quantization") is None and method:
+        way_out += f", not by {method!r}"
 
     built: list[nn.Module] = []
 
@@ -81,36 +93,42 @@ def load_model(
         def build(args: Any) -> nn.Module:
             model = model_class(args)
             built.append(model)
-            if strict:
 
-                def sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-                    weights = model_class.sanitize(model, weights)
-                    check_weights(model, weights, config, files)
-                    return weights
+            def load_weights(weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
+                if strict:
+                    check_parameters(model_path, model, dict(weights), way_out)
+                return model_class.load_weights(model, weights, strict)
 
-                # The instance's own attribute; taken off again below.
-                model.sanitize = sanitize
+            # The instance's own attribute, so that the check comes after mlx-lm has quantised the
+            # model; taken off again below.
+            model.load_weights = load_weights
             return model
 
         return build, args_class
 
-    overrides = dict(model_config or {})
-    if attached:
-        overrides["model_file"] = None
     try:
-        model, config = stock.load_model(
-            model_path,
-            lazy,
-            strict,
-            model_config=overrides,
-            get_model_classes=checked_classes,
-            trust_remote_code=trust_remote_code,
-        )
+        with explained(model_path, way_out):
+            model, config = stock.load_model(
+                model_path,
+                lazy,
+                strict,
+                model_config=overrides,
+                get_model_classes=checked_classes,
+                trust_remote_code=trust_remote_code,
+            )
+    except InputError as error:
+        if not (absent := absent_files(model_path)):
+            raise
+        raise MissingFileError(
+            f"{str(error).rstrip('.')}; {absent[0]}, which the index names, is missing."
+        ) from error
     finally:
         for item in built:
-            vars(item).pop("sanitize", None)
+            vars(item).pop("load_weights", None)
     if attached:
         config["model_file"] = MODEL_FILE
+    if config.get("quantization_config") is None:
+        config.pop("quantization_config", None)
     if not lazy:
         check_finite(model)
     return model, config
@@ -216,14 +234,17 @@ def _check_tokenizer(model_path: Path) -> None:
 
 
 def _check_adapter(adapter_path: Path) -> None:
-    for name in ("adapter_config.json", "adapters.safetensors"):
-        if not (adapter_path / name).exists():
-            raise MissingFileError(
-                f"{adapter_path} has no {name}, so it is not an adapter of mlx_lm.lora; give the "
-                "folder that its --adapter-path named."
+    """Look at an adapter before the model is loaded, which can take minutes."""
+    settings = adapter_path / "adapter_config.json"
+    kind = {"fine_tune_type": "lora", **read_json(settings)}
+    needed = () if kind["fine_tune_type"] == "full" else ("num_layers", "lora_parameters")
+    for key in needed:
+        if key not in kind:
+            raise InputError(
+                f"{settings} has no {key}, so it is not an adapter of mlx_lm.lora (PEFT's must be "
+                "converted first); give the folder that its --adapter-path named."
             )
-    read_json(adapter_path / "adapter_config.json")
-    read_safetensors_header(adapter_path / "adapters.safetensors")
+    read_tensors(adapter_path / "adapters.safetensors")
 
 
 def _require_kernels(model: nn.Module) -> None:

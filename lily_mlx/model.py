@@ -10,10 +10,10 @@ from mlx_lm.models import qwen3_5, qwen3_5_moe
 from mlx_lm.models.pipeline import PipelineMixin
 from mlx_lm.models.qwen3_5 import ModelArgs, TextModelArgs
 
-from lily_mlx import _ext, checkpoint, decode, ops
+from lily_mlx import _ext, checkpoint, decode, ops, selection, spec
 from lily_mlx.cache import ArraysCache, KVCache
 from lily_mlx.layers import Attention, GatedDeltaNet, RMSNorm, SparseMoeBlock, project
-from lily_mlx.layers.linear import choose, weight_of
+from lily_mlx.layers.linear import choose, refusal
 from lily_mlx.selection import Choice, device_name
 
 __all__ = ["Model", "ModelArgs", "TextModel"]
@@ -49,6 +49,14 @@ class DecoderLayer(qwen3_5.DecoderLayer):
         return out
 
 
+DENSE = Choice(None, "module", "a dense MLP runs mlx-lm's own code.")
+
+
+def embed_choice(dtype: mx.Dtype, table: nn.Module) -> Choice:
+    """Whether lily's `embed` serves this embedding for activations of `dtype`."""
+    return refusal(table) or selection.embed(dtype, spec.matrix(table))
+
+
 class Qwen3_5TextModel(qwen3_5.Qwen3_5TextModel):
     """Stock's stack of layers, with lily's layers."""
 
@@ -69,9 +77,12 @@ class Qwen3_5TextModel(qwen3_5.Qwen3_5TextModel):
     ) -> mx.array:
         """inputs [B, T] token ids -> [B, T, hidden]."""
         dtype = self.norm.weight.dtype
-        served = not self.training and choose(dtype, self.embed_tokens)
-        if input_embeddings is None and served:
-            input_embeddings = ops.embed(inputs, weight_of(self.embed_tokens), dtype)
+        if (
+            input_embeddings is None
+            and not self.training
+            and embed_choice(dtype, self.embed_tokens)
+        ):
+            input_embeddings = ops.embed(inputs, spec.weight_of(self.embed_tokens), dtype)
         return super().__call__(inputs, cache, input_embeddings=input_embeddings)
 
 
@@ -94,9 +105,13 @@ class TextModel(qwen3_5.TextModel):
 
     def decode_plan(self) -> decode.DecodePlan:
         """The plan for the weights as they are now; rebuilt when any has been replaced."""
-        if self._plan is None or self._plan.stale():
+        if self._plan is None or self._plan.stale(self):
             self._plan = decode.DecodePlan(self)
         return self._plan
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copy, deepcopy and pickle take beside the parameters: a copy plans for itself."""
+        return {**self.__dict__, "_plan": None}
 
     def __call__(
         self,
@@ -142,9 +157,13 @@ class Model(qwen3_5.Model):
     def lily_report(self) -> list[dict[str, str | None]]:
         """Which kernel serves each part: dicts of path, kind, kernel (or None) and reason."""
         text = self.language_model
-        dtype = decode.activation_dtype(text)
+        dtype = spec.activation_dtype(text)
         rows: list[tuple[str, str, Choice]] = [
-            ("language_model.model.embed_tokens", "embed", choose(dtype, text.model.embed_tokens)),
+            (
+                "language_model.model.embed_tokens",
+                "embed",
+                embed_choice(dtype, text.model.embed_tokens),
+            ),
         ]
         if text.args.num_experts > 0:
             rows.insert(0, ("language_model", "decode_step", text.decode_plan().choice))
@@ -152,13 +171,14 @@ class Model(qwen3_5.Model):
             name = "linear_attn" if layer.is_linear else "self_attn"
             path = f"language_model.model.layers.{i}"
             for part in (name, "mlp"):
-                if isinstance(layer[part], qwen3_5.MLP):  # dense: stock's by design
-                    rows.append((f"{path}.mlp", "mlp", Choice("mlx-lm", "ok", "")))
+                if isinstance(layer[part], qwen3_5.MLP):
+                    rows.append((f"{path}.mlp", "mlp", DENSE))
                     continue
                 for sub, kind, choice in layer[part].report(dtype):
                     rows.append((f"{path}.{part}.{sub}".rstrip("."), kind, choice))
         if not text.args.tie_word_embeddings:
-            rows.append(("language_model.lm_head", "project", choose(dtype, text.lm_head)))
+            head = choose(dtype, text.lm_head, float32=True)
+            rows.append(("language_model.lm_head", "project", head))
         return [
             {"path": path, "kind": kind, "kernel": choice.kernel, "reason": choice.reason}
             for path, kind, choice in rows

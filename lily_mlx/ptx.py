@@ -1,86 +1,99 @@
 """The kernels' PTX: built ahead of time from the Metal source, loaded by the NVIDIA driver.
 
 A pipeline is a kernel with its function constants, which depend on the model's shapes; the package
-carries the PTX of the pipelines that `ptx_kernels/index.json` names. `python -m
-lily_mlx.ptx --model DIR` adds those of another model (from a checkout, with clang-19).
+carries the PTX of its own models' pipelines (`ptx_archive.PACKAGED`). `python -m lily_mlx.ptx`
+builds that file; `--model DIR` puts what another model needs besides into the user's cache. Both
+need a checkout with clang-19.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
-import itertools
-import json
-import os
 import re
-import tempfile
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-FOLDER = Path(__file__).parent / "ptx_kernels"
+from lily_mlx import ptx_archive
+from lily_mlx.ptx_archive import PACKAGED, Archive, ArchiveError
+
 ARCHITECTURE = "sm_80"
 
 
-def register(kernels_added: Any, folder: Path = FOLDER) -> int:
-    """Name every packaged pipeline to the NVIDIA backend.
+def register(kernels_added: Any, path: Path = PACKAGED) -> int:
+    """Name every pipeline of an archive to the NVIDIA backend.
 
     Args:
-        kernels_added: called with (key, file, entry) for each.
+        kernels_added: called with (key, text, entry) for each.
 
     Returns:
-        How many there are; 0 when none was built.
+        How many there are.
+
+    Raises:
+        ArchiveError: it is damaged, or was compiled from other kernels than this package's.
     """
-    index = folder / "index.json"
-    if not index.exists():
-        return 0
-    entries = json.loads(index.read_text())
-    for key, (name, entry) in entries.items():
-        kernels_added(key, str(folder / name), entry)
-    return len(entries)
+    archive = _usable(path)
+    for key, (name, entry) in archive.pipelines.items():
+        kernels_added(key, archive.texts[name], entry)
+    return len(archive.pipelines)
 
 
-def build(pipelines: Iterable[dict[str, Any]], sources: Path, folder: Path = FOLDER) -> int:
-    """Compile pipelines that are not in `folder` yet.
+def _usable(path: Path) -> Archive:
+    from lily_mlx import kernels
+
+    archive = ptx_archive.read(path)
+    ptx_archive.check(archive, path, kernels.folder())
+    return archive
+
+
+def _usable_or_empty(path: Path) -> Archive:
+    try:
+        return _usable(path)
+    except ArchiveError:
+        return Archive()
+
+
+def build(pipelines: Iterable[dict[str, Any]], path: Path, fresh: bool = False) -> int:
+    """Compile pipelines into an archive. Those that it holds stay, unless they were compiled with
+    other flags or from other sources.
 
     Args:
         pipelines: as `Program.pipelines` gives them: kernel, file, constants, key.
-        sources: the folder of the .metal files.
-        folder: gets one .ptx a pipeline, and index.json.
+        path: the archive's file.
+        fresh: nothing that it holds stays.
 
     Returns:
-        How many were compiled.
+        How many are new or changed.
 
     Raises:
         metal.host.HostError: clang-19 or CUDA's device library is missing.
+        ArchiveError: the file cannot be written.
     """
-    from metal.host import cuda_tools
-    from metal.host.compiler import Source
+    from lily_mlx import kernels
+    from metal.host import compiler, cuda_tools
 
-    folder.mkdir(parents=True, exist_ok=True)
-    index = folder / "index.json"
-    entries = json.loads(index.read_text()) if index.exists() else {}
+    folder = kernels.folder()
+    flags = [*compiler.FLAGS, *compiler.STRICT_FLAGS, *compiler.PTX_FLAGS, "-ffp-contract=fast"]
+    compiled = {"architecture": ARCHITECTURE, "flags": " ".join(flags)}
+    archive = Archive() if fresh else _usable_or_empty(path)
+    if archive.compiled != compiled:
+        archive = Archive(compiled)
     built = 0
     for pipeline in pipelines:
-        source = Source(sources / pipeline["file"])
+        source = compiler.Source(folder / pipeline["file"])
         source.check()
         values = source.constant_values(pipeline["constants"])
         text = source.ptx(values, contract="fast", arch=ARCHITECTURE).read_text()
         entry = cuda_tools.entry_name(pipeline["kernel"])
         alone = with_residency(only_entry(text, entry), entry, pipeline["constants"])
-        name = f"{entry}-{hashlib.sha256(alone.encode()).hexdigest()[:12]}.ptx"
-        if entries.get(pipeline["key"]) == [name, entry] and (folder / name).exists():
-            continue
-        _write(folder / name, alone)
-        entries[pipeline["key"]] = [name, entry]
-        built += 1
-    _write(index, json.dumps(dict(sorted(entries.items())), indent=0) + "\n")
-    used = {name for name, _ in entries.values()}
-    for stale in folder.glob("*.ptx"):
-        if stale.name not in used:
-            stale.unlink()
+        name = f"{entry}-{ptx_archive.digest(alone.encode())[:12]}.ptx"
+        built += archive.pipelines.get(pipeline["key"]) != (name, entry)
+        archive.texts[name] = alone
+        archive.pipelines[pipeline["key"]] = (name, entry)
+        archive.sources |= ptx_archive.sources_of(pipeline["file"], folder)
+    ptx_archive.write(archive, path)
     return built
 
 
@@ -125,175 +138,60 @@ def only_entry(ptx: str, entry: str) -> str:
     variable = re.compile(r"^[^\n]*\.shared \.align \d+ \.b8 (\w+)\[\d+\];\n", re.M)
     used = set(re.findall(r"\w+", variable.sub("", text)))
     text = variable.sub(lambda m: m[0] if m[1] in used else "", text)
-    return text
-
-
-def _write(path: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    # Labels and stacks carry the entry's number in its file, which other entries change.
+    text = re.sub(r"[ \t]*//[^\n]*", "", text)
+    text = re.sub(r"\$L__BB\d+_|__local_depot\d+", lambda m: re.sub(r"\d+", "", m[0]), text)
+    return re.sub(r"\n\s*\n+", "\n", text)
 
 
 def decode_pipelines(
-    text_shapes: dict[str, Any],
-    capacities: Iterable[int],
-    options: dict[str, Any] | None = None,
+    shapes: dict[str, Any], capacities: Iterable[int], options: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The pipelines of a decode step, by key, over KV capacities on every side of its switches.
+    """The pipelines of a decode step on an NVIDIA GPU, by key.
 
     Args:
-        text_shapes: as `lily_mlx.trace.dims` gives them.
+        shapes: as `lily_mlx.spec.model` gives them.
         capacities: rows of keys and values.
-        options: of the decode step, beside those that the NVIDIA backend always sets.
+        options: changes to the options that the NVIDIA backend starts with.
     """
     from lily_mlx import _ext, kernels
 
     kernels.load()
-    found: dict[str, Any] = {}
-    shapes = distinct_layers(text_shapes)
-    for capacity in capacities:
-        program = _ext.decode_program(shapes, capacity, NVIDIA | (options or {})).program
-        found |= {pipeline["key"]: pipeline for pipeline in program.pipelines}
-    return found
+    found = _ext.step_pipelines("cuda", shapes, list(capacities), options or {})
+    return {p["key"]: p for p in found}
 
 
-def distinct_layers(text_shapes: dict[str, Any]) -> dict[str, Any]:
-    """The shapes with one layer of each kind, and the last; the others run the same pipelines. The
-    last one's pick has no next layer to ask for weights of."""
-    *others, last = text_shapes["layers"]
-    layers: list[dict[str, Any]] = []
-    for layer in others:
-        if layer not in layers:
-            layers.append(layer)
-    return {**text_shapes, "layers": [*layers, last]}
-
-
-# Rows of x and weight rows that between them use every kernel of a projection and of an MoE block.
-_ROWS = (1, 5, 9, 17, 33, 512, 1024, 65536)
-_COLUMNS = (128, 4096, 65536)
-
-
-@functools.cache
-def layer_pipelines(
-    kind: str,
-    dtype: str,
-    formats: frozenset[tuple[int, int]] = frozenset(),
-    experts: int = 0,
-    top_k: int = 0,
-) -> Mapping[str, Any]:
-    """The pipelines of a layer primitive on an NVIDIA GPU, by key, for any number of rows.
-
-    Args:
-        kind: "project", "moe", "gated_delta" or "attention".
-        formats: (bits, group) of the weights, bits 0 for plain ones.
-        experts, top_k: of an MoE block.
-    """
+def layer_pipelines(shapes: dict[str, Any]) -> dict[str, Any]:
+    """The pipelines of a model's layer primitives on an NVIDIA GPU, by key, for any rows."""
     from lily_mlx import _ext, kernels
 
     kernels.load()
-    built = []
-    if kind == "attention":
-        built.append(_ext.attention_prepare_program(dtype, 256, 64))
-    if kind == "gated_delta":
-        built.append(_ext.gated_delta_program(dtype, 1, 32, 1, 1, 1e-6, scan="apart"))
-    # The last has 32 rows an expert, also where experts are few.
-    row_counts = {*_ROWS, 32 * experts // max(1, top_k)}
-    for bits, group in formats:
-        if kind == "project":  # embeddings are asked for as projections
-            built.append(_ext.embed_program(dtype, 1, (128, 128, bits, group, 1)))
-        for rows, columns in itertools.product(sorted(row_counts - {0}), _COLUMNS):
-            matrix = (columns, 128, bits, group, 1)
-            if kind == "project":
-                kernel = "gemv_rows" if rows <= 16 else "qgemm"
-                built += [
-                    _ext.project_program(dtype, kernel, rows, [matrix], float32, UNIT)
-                    for float32 in (False, True)
-                ]
-            if kind == "moe":
-                kernel = "moe_rows" if rows <= 16 else "moe_gemm"
-                dims = _moe_dims(columns, bits, group, experts, top_k)
-                built.append(_ext.moe_program(dtype, kernel, rows, dims, UNIT))
-    return MappingProxyType({p["key"]: p for b in built for p in b.program.pipelines})
+    return {p["key"]: p for p in _ext.layer_pipelines("cuda", shapes)}
 
 
-def _moe_dims(hidden: int, bits: int, group: int, experts: int, top_k: int) -> dict[str, Any]:
-    into, out = (128, hidden, bits, group), (hidden, 128, bits, group)
-    return {
-        "gate": (*into, experts),
-        "up": (*into, experts),
-        "down": (*out, experts),
-        "shared_gate": (*into, 1),
-        "shared_up": (*into, 1),
-        "shared_down": (*out, 1),
-        "router": (experts, hidden, bits, group, 1),
-        "shared_router": (1, hidden, bits, group, 1),
-        "top_k": top_k,
-        "normalize": True,
-    }
-
-
-def prefill_pipelines(text_shapes: dict[str, Any]) -> dict[str, Any]:
-    """The pipelines of a model's layer primitives, by key.
-
-    Args:
-        text_shapes: as `lily_mlx.trace.dims` gives them.
-    """
-    dtype = text_shapes["dtype"]
-    tables = {name: text_shapes[name] for name in ("embedding", "head")}
-    found = dict(layer_pipelines("project", dtype, _formats(tables)))
-    for layer in text_shapes["layers"]:
-        mixer, moe = layer.get("delta") or layer["attention"], layer["moe"]
-        found |= layer_pipelines("project", dtype, _formats(mixer))
-        found |= layer_pipelines("moe", dtype, _formats(moe), moe["router"][0], moe["top_k"])
-        found |= layer_pipelines("gated_delta" if "delta" in layer else "attention", dtype)
-    return found
-
-
-def _formats(part: dict[str, Any]) -> frozenset[tuple[int, int]]:
-    return frozenset((m[2], m[3]) for m in part.values() if isinstance(m, (tuple, list)))
-
-
-def missing(kind: str, shape: dict[str, Any]) -> list[str]:
-    """Pipelines of a layer primitive that nobody has compiled.
-
-    Args:
-        shape: the fields of a `selection.query`.
-    """
+def missing(keys: Iterable[str]) -> list[str]:
+    """Those of the pipelines that nobody has compiled."""
     from lily_mlx import _ext
 
-    _register_once()
-    formats = frozenset(
-        (bits, group)
-        for bits in _list(shape.get("bits", ()))
-        for group in (_list(shape.get("group", 32)) if bits else [32])
-    )
-    needed = layer_pipelines(
-        kind,
-        _list(shape["dtype"])[0],
-        formats,
-        _list(shape.get("experts", 0))[0],
-        _list(shape.get("top_k", 0))[0],
-    )
-    return [key for key in needed if not _ext.cuda_has_kernel(key)]
-
-
-def _list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    refusal()  # names what there is to the backend
+    return [key for key in keys if not _ext.cuda_has_kernel(key)]
 
 
 @functools.cache
-def _register_once() -> None:
+def refusal() -> str:
+    """Why PTX that is there is not used, with the way out; "" where all of it is. The NVIDIA
+    backend knows the rest from then on."""
     from lily_mlx import _ext
 
-    register(_ext.cuda_add_kernel)
+    problems = []
+    for path in (PACKAGED, ptx_archive.user_archive()):
+        if path == PACKAGED or path.exists():
+            try:
+                register(_ext.cuda_add_kernel, path)
+            except ArchiveError as error:
+                problems.append(str(error))
+    return " ".join(problems)
 
-
-UNIT = "nvidia"
-"""The matrix unit that the NVIDIA backend's GEMMs are compiled for."""
-
-NVIDIA = {"nvidia": True}
-"""Options of the decode step with which the NVIDIA backend starts."""
 
 CAPACITIES = (1024, 1280, 8192, 32768, 131072)
 """KV capacities that between them use every way to cut the cache."""
@@ -301,41 +199,57 @@ CAPACITIES = (1024, 1280, 8192, 32768, 131072)
 
 def packaged() -> dict[str, Any]:
     """The pipelines that the package carries, by key: those of the bundled model and of the shapes
-    of Qwen3.6-35B-A3B. From a checkout."""
+    of Qwen3.6-35B-A3B."""
     import lily_mlx
-    from benchmarks import ledger
     from lily_mlx.loading import load
+    from lily_mlx.shapes import qwen3_6_35b_a3b
 
     bundled, _ = load(str(lily_mlx.BUNDLED_MODEL), lazy=True)
-    return model_pipelines(bundled) | model_pipelines(ledger.model())
+    return model_pipelines(bundled) | model_pipelines(qwen3_6_35b_a3b())
 
 
 def model_pipelines(model: Any) -> dict[str, Any]:
     """The pipelines of a loaded model's decode step and layer primitives, by key."""
-    from lily_mlx import trace
+    from lily_mlx import spec
 
-    shapes = trace.dims(model.language_model)
-    return decode_pipelines(shapes, CAPACITIES) | prefill_pipelines(shapes)
+    shapes = spec.model(model.language_model)
+    return decode_pipelines(shapes, CAPACITIES) | layer_pipelines(shapes)
+
+
+def not_packaged(pipelines: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some pipelines, by key, that the package does not carry."""
+    carried = _usable_or_empty(PACKAGED).pipelines
+    return {key: pipeline for key, pipeline in pipelines.items() if key not in carried}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compile what models run on an NVIDIA GPU: the package's own, or those of --model besides."""
-    from lily_mlx import kernels
+    """Compile what models run on an NVIDIA GPU: the package's own, or what --model needs besides;
+    in a checkout, with clang-19."""
     from lily_mlx.loading import load
 
     parser = argparse.ArgumentParser(prog="lily_mlx.ptx", description=main.__doc__)
     parser.add_argument("--model", action="append", help="a model folder; may be repeated")
-    parser.add_argument("--output", type=Path, default=FOLDER, help="where the PTX goes")
+    parser.add_argument("--output", type=Path, metavar="FILE",
+                        help=f"where the PTX goes: the package, or with --model "
+                        f"{ptx_archive.user_archive()}, where it is looked for")  # fmt: skip
     arguments = parser.parse_args(argv)
-    if arguments.model:
-        found: dict[str, Any] = {}
-        for path in arguments.model:
-            found |= model_pipelines(load(path, lazy=True)[0])
-    else:
-        found = packaged()
-        (arguments.output / "index.json").unlink(missing_ok=True)  # others' kernels go
-    count = build(found.values(), kernels.folder(), arguments.output)
-    print(f"{arguments.output}: {len(found)} pipelines, {count} written")
+    try:
+        from metal.host import HostError
+    except ImportError as error:
+        sys.exit(f"PTX is compiled by metal/host: run this in the root of a checkout ({error}).")
+    output = arguments.output or (ptx_archive.user_archive() if arguments.model else PACKAGED)
+    try:
+        if arguments.model:
+            found: dict[str, Any] = {}
+            for path in arguments.model:
+                found |= model_pipelines(load(path, lazy=True)[0])
+            found = not_packaged(found)
+        else:
+            found = packaged()
+        count = build(found.values(), output, fresh=not arguments.model)
+    except (ArchiveError, HostError, ValueError) as error:  # ValueError: a model's folder
+        sys.exit(str(error))
+    print(f"{output}: {len(found)} pipelines, {count} of them new")
 
 
 if __name__ == "__main__":

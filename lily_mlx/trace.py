@@ -7,10 +7,9 @@ import sys
 from types import ModuleType
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
-from . import _ext, kernels
+from . import _ext, kernels, spec
 
 _COLUMNS = ("index", "level", "layer", "label", "kernel", "grid", "threads", "read", "written")
 
@@ -128,6 +127,7 @@ def trace(
     context: int = 0,
     tokens: int = 512,
     capacity: int | None = None,
+    on: str | None = None,
     **options: Any,
 ) -> Trace:
     """What a GPU would launch for one decode step or one prefill chunk of `model`.
@@ -140,99 +140,40 @@ def trace(
         context: decode: tokens in the caches before this one.
         tokens: prefill: rows of the chunk.
         capacity: decode: rows that the caches have; by default the context, in blocks of 256.
+        on: whose kernels: "metal", "metal_nax" (Metal 4's tensor operations) or "cuda"; by default
+            this machine's GPU, "metal" where there is none.
         options: decode: the switches of its Program, all True unless said otherwise: logits
             (False), fuse_norm, fuse_projections, fuse_residual, fuse_delta, fuse_route,
             fuse_shared, fuse_head, coalesced; pack (4): query heads a threadgroup;
             fixed_block_from (32768): capacity above which the cache is cut into splits of fixed
             length, -1 for never.
-            prefill: scan ("norm", "apart", "block" or "chunk"), unit
-            ("simdgroup", "tensor" or "nvidia").
+
+    A prefill chunk shows what lily's primitives launch. MLX's own ops run between them: norms,
+    residuals, attention over the prompt and its gate.
 
     Raises:
         ValueError: an unknown kind or option, or a model whose shapes have no kernel, naming which.
     """
     kernels.load()
-    shapes = dims(getattr(model, "language_model", model))
+    on = on or _ext.gpu_target()
+    on = "metal" if on == "cpu" else on
+    shapes = spec.model(getattr(model, "language_model", model))
     if kind == "decode":
         rows = capacity if capacity is not None else (context + 256) // 256 * 256
         if context < 0 or rows < context + 1:
             raise ValueError(
                 f"a context of {context} tokens needs a capacity above it, not {rows}."
             )
-        built = _ext.decode_program(shapes, rows, {"context": context + 1, **options})
+        built = _ext.step_program(on, shapes, rows, {"context": context + 1, **options})
     elif kind == "prefill":
         if tokens < 1:
             raise ValueError(f"a chunk of {tokens} tokens has nothing to run.")
-        built = _ext.prefill_program(shapes, tokens, **options)
+        if options:
+            raise ValueError(f"a prefill chunk has no option {sorted(options)[0]!r}.")
+        built = _ext.chunk_program(on, shapes, tokens)
     else:
         raise ValueError(f"there is no kind {kind!r}; use decode or prefill.")
     return Trace(built.program)
-
-
-def dims(text_model: nn.Module) -> dict[str, Any]:
-    """The shapes and formats that a text model's Programs depend on; evaluates nothing.
-
-    Matrices are (rows, columns, bits, group size, experts); bits 0 means plain elements.
-
-    Raises:
-        ValueError: a module that has no kernel, or a model without experts.
-    """
-    from lily_mlx.decode import activation_dtype
-
-    args, model = text_model.args, text_model.model
-    layers = []
-    for i, layer in enumerate(model.layers):
-        if not hasattr(layer.mlp, "switch_mlp"):
-            raise ValueError(f"layer {i} has a dense MLP; the decode step is made for experts.")
-        entry: dict[str, Any] = {"moe": _moe(layer.mlp)}
-        if layer.is_linear:
-            m = layer.linear_attn
-            entry["delta"] = {
-                "qkv": _matrix(m.in_proj_qkv), "z": _matrix(m.in_proj_z),
-                "b": _matrix(m.in_proj_b), "a": _matrix(m.in_proj_a), "out": _matrix(m.out_proj),
-                "key_heads": m.num_k_heads, "value_heads": m.num_v_heads,
-                "key_dim": m.head_k_dim, "value_dim": m.head_v_dim,
-                "conv_width": m.conv1d.weight.shape[1], "eps": m.norm.eps,
-            }  # fmt: skip
-        else:
-            m = layer.self_attn
-            entry["attention"] = {
-                "q": _matrix(m.q_proj), "k": _matrix(m.k_proj), "v": _matrix(m.v_proj),
-                "out": _matrix(m.o_proj), "heads": m.num_attention_heads,
-                "kv_heads": m.num_key_value_heads, "head_dim": m.head_dim,
-                "rotary": m.rope.dims, "base": m.rope.base, "eps": m.q_norm.eps,
-            }  # fmt: skip
-        layers.append(entry)
-    return {
-        "dtype": str(activation_dtype(text_model)).rpartition(".")[2],
-        "embedding": _matrix(model.embed_tokens),
-        "head": _matrix(text_model.head()),
-        "eps": args.rms_norm_eps,
-        "layers": layers,
-    }
-
-
-def _moe(block: nn.Module) -> dict[str, Any]:
-    names = (
-        "router", "gate", "up", "down", "shared_gate", "shared_up", "shared_down", "shared_router",
-    )  # fmt: skip
-    matrices = dict(zip(names, map(_matrix, block.linears()), strict=True))
-    return {**matrices, "top_k": block.top_k, "normalize": bool(block.norm_topk_prob)}
-
-
-def _matrix(module: nn.Module) -> tuple[int, int, int, int, int]:
-    from lily_mlx.layers.linear import refusal
-
-    refused = refusal(module)
-    if refused is not None:
-        raise ValueError(refused.reason)
-    *experts, rows, columns = module.weight.shape
-    bits, group = getattr(module, "bits", 0), getattr(module, "group_size", 0)
-    if module.weight.dtype != mx.uint32:
-        bits = group = 0
-    if bits:
-        columns = columns * 32 // bits
-    return rows, columns, bits, group, experts[0] if experts else 1
 
 
 class _Callable(ModuleType):

@@ -1,43 +1,18 @@
-// What stands around mx.fast.scaled_dot_product_attention in prefill.
+// What stands before mx.fast.scaled_dot_product_attention in prefill.
 //
 // attention_prep. For every row: RMS norm over head_dim of the q and k heads (weights q_norm,
 // k_norm), rotary embedding on the first RD dims (pairs (i, i + RD / 2), position offset[batch] +
 // row index), rounded to A once; q goes to [B, Hq, T, D], k and v to rows first_row .. of the cache
-// [B, Hkv, capacity, D]. q_proj's output is [head][q D | gate D]; the gate stays where it is and is
-// read there by attention_gate. attention_gate. out = rnd(o * sigmoid(gate)), from o with given
-// strides to [B, T, Hq D].
+// [B, Hkv, capacity, D]. q_proj's output is [head][q D | gate D]; the gate stays where it is.
 //
 // Layout of threads. attention_prep: grid (ceil(T / 4), Hq + 2 Hkv, B), a simdgroup one head of one
 // row, a lane the dims lane, lane + 32, ..., so that both members of a rotary pair are in one lane.
-// attention_gate: grid (ceil(T Hq D / 1024), 1, B), 256 threads, four values a thread.
 //
-// Bytes: prep 2 (2 Hq D + 4 Hkv D) a row, gate 6 Hq D a row. Flops: about 8 a value.
+// Bytes: 2 (2 Hq D + 4 Hkv D) a row. Flops: about 8 a value.
 #pragma once
 
+#include "params.h"
 #include "prefill_common.h"
-
-namespace lily {
-
-struct AttentionPrepParams {
-  int tokens;
-  int q_heads;
-  int kv_heads;
-  int capacity;
-  int first_row;
-  int offset_stride;  // 0: offset[0] serves every batch row, 1: offset[batch]
-  float eps;
-};
-
-struct AttentionGateParams {
-  int tokens;
-  int q_heads;
-  int head_dim;
-  int o_batch_stride;
-  int o_head_stride;
-  int o_token_stride;
-};
-
-}  // namespace lily
 
 using namespace lily;
 
@@ -106,33 +81,4 @@ template <typename A, int D, int RD>
   for (int i = 0; i < kLane; ++i) {
     out[i * 32 + int(lane)] = A(x[i]);
   }
-}
-
-template <typename A>
-[[kernel]] void attention_gate(
-    const device A* o [[buffer(0)]],
-    const device A* qg [[buffer(1)]],
-    device A* out [[buffer(2)]],
-    constant AttentionGateParams& p [[buffer(3)]],
-    uint3 tg [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]]) {
-  const int batch = int(tg.z);
-  const int width = p.q_heads * p.head_dim;
-  const int at = (int(tg.x) * 256 + int(tid)) * 4;
-  if (at >= p.tokens * width) {
-    return;
-  }
-  const int t = at / width;
-  const int head = at % width / p.head_dim;
-  const int d = at % p.head_dim;
-  const size_t row = size_t(batch) * p.tokens + t;
-  const float4 x = load4(
-      o + size_t(batch) * p.o_batch_stride + size_t(head) * p.o_head_stride +
-      size_t(t) * p.o_token_stride + d);
-  const float4 gate = load4(qg + (row * p.q_heads + head) * 2 * p.head_dim + p.head_dim + d);
-  float4 y;
-  for (int c = 0; c < 4; ++c) {
-    y[c] = x[c] * sigmoid(gate[c]);
-  }
-  store4(out + row * width + head * p.head_dim + d, y);
 }

@@ -5,11 +5,5 @@
   template [[host_name("attention_prep_" NAME "_d" #D "_r" #RD)]] [[kernel]]              \
   decltype(attention_prep<A, D, RD>) attention_prep<A, D, RD>;
 
-#define INSTANTIATE_ATTENTION(NAME, A)                                                    \
-  INSTANTIATE_PREP(NAME, A, 256, 64)                                                      \
-  INSTANTIATE_PREP(NAME, A, 128, 128)                                                     \
-  template [[host_name("attention_gate_" NAME)]] [[kernel]] decltype(attention_gate<A>)   \
-      attention_gate<A>;
-
-INSTANTIATE_ATTENTION("bf16", bfloat)
-INSTANTIATE_ATTENTION("fp16", half)
+INSTANTIATE_PREP("bf16", bfloat, 256, 64)
+INSTANTIATE_PREP("fp16", half, 256, 64)

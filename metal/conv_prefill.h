@@ -17,6 +17,7 @@
 // Bytes: 11/8 of qkv read, qkv written, gates 12 Hv a token. Flops: 2 * 4 * C a token.
 #pragma once
 
+#include "params.h"
 #include "prefill_common.h"
 
 namespace lily {
@@ -25,14 +26,6 @@ constant constexpr int kConvDim = 128;     // channels a head
 constant constexpr int kConvRun = 8;       // tokens a simdgroup
 constant constexpr int kConvTokens = 32;   // tokens a threadgroup
 constant constexpr float kL2Eps = 1e-6f;
-
-struct ConvParams {
-  int tokens;
-  int key_heads;
-  int value_heads;
-  int has_mask;
-  int has_lengths;
-};
 
 METAL_FUNC bool conv_visible(const device uchar* mask, constant ConvParams& p, int batch, int t) {
   return p.has_mask == 0 || mask[batch * p.tokens + t] != 0;

@@ -4,23 +4,17 @@
 // past the vocabulary reads the last row instead of memory that is not there.
 //
 // Bytes: a row of codes, scales and biases read and columns * sizeof(A) written, for each id. Function
-// constants: 0 = bits (4, 8, or 8 * sizeof(A) for weights of type A), 1 = group. Columns are a multiple of
+// constants: 0 = bits (4, 8, or 16 for weights of type A), 1 = group. Columns are a multiple of
 // 8 and of the group.
 #pragma once
 
-#include "common.h"
+#include "params.h"
+#include "quant.h"
 
 constant int kBits [[function_constant(0)]];
 constant int kGroup [[function_constant(1)]];
 
-namespace lily {
-
-struct EmbedParams {
-  int vocabulary;
-  int columns;
-};
-
-}  // namespace lily
+using namespace lily;
 
 template <typename A>
 [[kernel]] void embed_rows(
@@ -29,7 +23,7 @@ template <typename A>
     const device A* scales [[buffer(2)]],
     const device A* biases [[buffer(3)]],
     device A* out [[buffer(4)]],
-    constant lily::EmbedParams& p [[buffer(5)]],
+    constant EmbedParams& p [[buffer(5)]],
     uint3 tg [[threadgroup_position_in_grid]],
     uint tid [[thread_index_in_threadgroup]]) {
   const int k = (int(tg.x) * 128 + int(tid)) * 8;
@@ -45,13 +39,11 @@ template <typename A>
     }
     return;
   }
-  const size_t group = row * size_t(p.columns / lily::at_least_1(kGroup)) + k / lily::at_least_1(kGroup);
+  const size_t group = row * size_t(p.columns / at_least_1(kGroup)) + k / at_least_1(kGroup);
   const float scale = float(scales[group]);
   const float bias = float(biases[group]);
   const device uint* words = w + row * size_t(p.columns * kBits / 32) + k * kBits / 32;
   for (int i = 0; i < 8; ++i) {
-    const int bit = i * kBits;
-    const uint code = (words[bit / 32] >> (bit % 32)) & ((1u << kBits) - 1u);
-    to[i] = A(fma(scale, float(code), bias));
+    to[i] = A(fma(scale, float(code_in(words, i, kBits)), bias));
   }
 }

@@ -6,4 +6,3 @@
 
 INSTANTIATE_EMBED("bf16", bfloat)
 INSTANTIATE_EMBED("f16", half)
-INSTANTIATE_EMBED("f32", float)

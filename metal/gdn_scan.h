@@ -25,6 +25,7 @@
 // v 256, y 512; the state 128 KB once a chunk. Flops a token and head: 8 * 128 * 128.
 #pragma once
 
+#include "params.h"
 #include "prefill_common.h"
 
 namespace lily {
@@ -32,13 +33,6 @@ namespace lily {
 constant constexpr int kGdnDim = 128;
 constant constexpr int kGdnBlockTokens = 16;  // staged by gdn_scan_block
 constant constexpr int kGdnAhead = 3;         // tokens that gdn_scan loads at once
-
-struct GdnParams {
-  int tokens;
-  int key_heads;
-  int value_heads;
-  float eps;
-};
 
 // A token's operands as a lane needs them, not yet converted.
 template <typename A, int R>

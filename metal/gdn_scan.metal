@@ -6,11 +6,9 @@
       KERNEL<A, R>;
 
 #define INSTANTIATE_GDN(NAME, A)                                                          \
-  INSTANTIATE_SCAN(gdn_scan, NAME, A, 1)                                                  \
   INSTANTIATE_SCAN(gdn_scan, NAME, A, 2)                                                  \
   INSTANTIATE_SCAN(gdn_scan_block, NAME, A, 2)                                            \
   INSTANTIATE_SCAN(gdn_scan_norm, NAME, A, 2)                                             \
-  INSTANTIATE_SCAN(gdn_scan_norm, NAME, A, 4)                                             \
   template [[host_name("gated_norm_" NAME)]] [[kernel]] decltype(gated_norm<A>)           \
       gated_norm<A>;
 

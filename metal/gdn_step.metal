@@ -12,4 +12,3 @@
 
 LILY_GDN("bf16", bfloat)
 LILY_GDN("f16", half)
-LILY_GDN("f32", float)

@@ -24,7 +24,7 @@
 #include <nvidia_simdgroup>
 
 #include "gemm_tiles.h"
-#include "pairs_sync.h"
+#include "quant_sync.h"
 
 namespace lily {
 
@@ -39,36 +39,6 @@ METAL_FUNC int unit_slot(int row, int quarter, int j) {
   return 4 * ((j + row) % 4) + (quarter + j + row / 2 * 2) % 4;
 }
 
-// Eight codes as pairs of A (0, 4), (1, 5), (2, 6), (3, 7): the first word holds them if they have 4 bits,
-// the first two if 8, all if they are values of A. Scaled and rounded once.
-template <typename A>
-METAL_FUNC uint4 dequantize_pairs(uint4 words, A scale, A bias) {
-  if (kBits == 16) {
-    return pair_halves(words);
-  }
-  uint4 pairs;
-  if (kBits == 4) {
-    const uint scales = pair_of(scale);
-    const uint biases = pair_of(bias);
-#pragma clang loop unroll(full)
-    for (int i = 0; i < 4; ++i) {
-      const uint set =
-          nvidia::select_bits(words[0] >> (4 * i), 0x000f000fu, pair_base(A(0.0f)));
-      const uint code =
-          nvidia::fma_pair(set, pair_one(A(0.0f)), pair_minus_base(A(0.0f)), A(0.0f));
-      pairs[i] = nvidia::fma_pair(code, scales, biases, A(0.0f));
-    }
-    return pairs;
-  }
-#pragma clang loop unroll(full)
-  for (int i = 0; i < 4; ++i) {
-    const A low = A(fma(float((words[0] >> (8 * i)) & 255u), float(scale), float(bias)));
-    const A high = A(fma(float((words[1] >> (8 * i)) & 255u), float(scale), float(bias)));
-    pairs[i] = uint(as_type<ushort>(low)) | uint(as_type<ushort>(high)) << 16;
-  }
-  return pairs;
-}
-
 // A unit of 8 codes of a lane's rows as left operands: of each tile two products.
 template <int TILES>
 struct SyncUnit {
@@ -78,19 +48,12 @@ struct SyncUnit {
 // A lane's part of a step of the weights: rows l / 4 and l / 4 + 8 of each tile.
 template <typename A, int TILES>
 struct SyncWeights {
-  uint4 words[TILES][2][kLaneUnits];  // as many as 16 bits take
+  CodeRun<kLaneCodes> codes[TILES][2];
   A scale[TILES][2];
   A bias[TILES][2];
 
   METAL_FUNC uint4 pairs(int tile, int h, int j) const {
-    uint4 w = words[tile][h][kBits == 16 ? j : kBits == 8 ? j / 2 : j / 4];
-    if (kBits == 8) {
-      w = uint4(w[j % 2 * 2], w[j % 2 * 2 + 1], 0u, 0u);
-    }
-    if (kBits == 4) {
-      w = uint4(w[j % 4], 0u, 0u, 0u);
-    }
-    return dequantize_pairs<A>(w, scale[tile][h], bias[tile][h]);
+    return dequantize_pairs<A>(codes[tile][h], j, kBits, scale[tile][h], bias[tile][h]);
   }
 
   // Unit j of all rows.
@@ -265,11 +228,8 @@ struct SyncLoader {
       for (int h = 0; h < 2; ++h) {
         const device uchar* p = (const device uchar*)matrix[h].codes + code_bytes[tile][h] +
             uint(at * kBits / 8);
-#pragma clang loop unroll(full)
-        for (int i = 0; i < kLaneCodes * kBits / 128; ++i) {
-          next.words[tile][h][i] = *(const device uint4*)(p + 16 * i);
-        }
-        if (kBits != 16) {
+        load_codes(p, kBits, next.codes[tile][h]);
+        if (kBits <= 8) {
           next.scale[tile][h] = group_value(matrix[h].scales + groups[tile][h], at, kGroup);
           next.bias[tile][h] = group_value(matrix[h].biases + groups[tile][h], at, kGroup);
         }

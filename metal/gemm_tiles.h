@@ -20,6 +20,7 @@
 #pragma once
 
 #include "prefill_common.h"
+#include "quant.h"
 
 constant int kBits [[function_constant(0)]];
 constant int kGroup [[function_constant(1)]];
@@ -48,20 +49,20 @@ typedef GemmBlock<16, 64, 1, 4> GemmBlock16;
 typedef GemmBlock<32, 64, 2, 2> GemmBlock32;
 typedef GemmBlock<64, 64, 2, 2> GemmBlock64;
 
-// 16 codes to 16 values of A in threadgroup memory: of 4 bits in lo.xy, of 8 in lo, of 16 in both.
-template <typename A>
-METAL_FUNC void dequantize16(uint4 lo, uint4 hi, A scale, A bias, threadgroup A* out) {
-  if (kBits == 16) {
-    *(threadgroup uint4*)out = lo;
-    *(threadgroup uint4*)(out + 8) = hi;
+// A run of codes to values of A in threadgroup memory.
+template <typename A, int CODES>
+METAL_FUNC void dequantize(
+    thread const CodeRun<CODES>& run, A scale, A bias, threadgroup A* out) {
+  if (kBits > 8) {
+    for (int i = 0; i < CODES / 8; ++i) {
+      *(threadgroup uint4*)(out + 8 * i) = run.words[i];
+    }
     return;
   }
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < CODES / 4; ++i) {
     vec<A, 4> v;
     for (int c = 0; c < 4; ++c) {
-      const uint code =
-          kBits == 4 ? (lo[i / 2] >> (16 * (i % 2) + 4 * c)) & 15u : (lo[i] >> (8 * c)) & 255u;
-      v[c] = A(fma(float(code), float(scale), float(bias)));
+      v[c] = A(fma(float(code_at(run, 4 * i + c, kBits)), float(scale), float(bias)));
     }
     *(threadgroup vec<A, 4>*)(out + 4 * i) = v;
   }
@@ -98,7 +99,7 @@ struct StagedLoader {
   bool has_w;
   int first_code;  // of the step
   uint4 x_next[(kRun + 7) / 8];
-  uint4 words[kCodes / 8];
+  CodeRun<kCodes> codes;
   A scale;
   A bias;
 
@@ -140,7 +141,7 @@ struct StagedLoader {
     biases = matrix.biases + groups_before(first + row, depth, kGroup);
     has_w = row < rows;
     for (int i = 0; i < kCodes / 8; ++i) {
-      words[i] = uint4(0);
+      codes.words[i] = uint4(0);
     }
     scale = A(0.0f);
     bias = A(0.0f);
@@ -160,17 +161,8 @@ struct StagedLoader {
     }
     if (has_w) {
       const int at = k + first_code;
-      const device uchar* p = w + at * kBits / 8;
-      if (kCodes * kBits < 128) {
-        const uint2 few = *(const device uint2*)p;
-        words[0][0] = few[0];
-        words[0][1] = few[1];
-      } else {
-        for (int i = 0; i < kCodes * kBits / 128; ++i) {
-          words[i] = *(const device uint4*)(p + 16 * i);
-        }
-      }
-      if (kBits != 16) {
+      load_codes(w + at * kBits / 8, kBits, codes);
+      if (kBits <= 8) {
         scale = group_value(scales, at, kGroup);
         bias = group_value(biases, at, kGroup);
       }
@@ -186,16 +178,7 @@ struct StagedLoader {
         *(threadgroup uint4*)(x_out + 8 * i) = x_next[i];
       }
     }
-    threadgroup A* w_out = ws + w_row(tid) * kGemmStride + first_code;
-    for (int i = 0; i < kCodes / 16; ++i) {
-      const int word = kBits == 16 ? 2 * i : kBits == 8 ? i : i / 2;
-      uint4 lo = words[word];
-      if (kBits == 4) {
-        lo[0] = words[word][i % 2 * 2];
-        lo[1] = words[word][i % 2 * 2 + 1];
-      }
-      dequantize16<A>(lo, words[kBits == 16 ? 2 * i + 1 : word], scale, bias, w_out + 16 * i);
-    }
+    dequantize<A>(codes, scale, bias, ws + w_row(tid) * kGemmStride + first_code);
   }
 };
 

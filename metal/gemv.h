@@ -22,7 +22,7 @@
 // group and 8. Any number of rows.
 #pragma once
 
-#include "common.h"
+#include "gemv_tiles.h"
 
 namespace lily {
 
@@ -31,7 +31,7 @@ constant int kRows0 [[function_constant(1)]];  // rows of matrix 0 to 3; 0 when 
 constant int kRows1 [[function_constant(2)]];
 constant int kRows2 [[function_constant(3)]];
 constant int kRows3 [[function_constant(4)]];
-constant int kBits0 [[function_constant(5)]];  // 4, 8, or 8 * sizeof(A): not quantized
+constant int kBits0 [[function_constant(5)]];  // 4, 8, or 16: not quantized
 constant int kBits1 [[function_constant(6)]];
 constant int kBits2 [[function_constant(7)]];
 constant int kBits3 [[function_constant(8)]];
@@ -61,9 +61,9 @@ constant constexpr int kMaxSimdgroups = 16;
 
 template <typename A, typename O>
 struct Matrix {
-  device const uint* w;
-  device const A* scales;
-  device const A* biases;
+  const device uint* w;
+  const device A* scales;
+  const device A* biases;
   device O* y;
   int rows;
   int bits;
@@ -95,7 +95,7 @@ METAL_FUNC Matrix<A, O> matrix_of_block(thread const Matrix<A, O>* m, thread int
 // asked for in begin(), so that it has come when the sum is there.
 template <typename A, typename O>
 struct StoreRow {
-  device const A* residual;
+  const device A* residual;
   float before;
 
   METAL_FUNC void begin(int row) {
@@ -111,11 +111,10 @@ struct StoreRow {
 
 // One simdgroup's walk over its blocks and, in each, over its part of K.
 template <typename A, typename O, typename Put, int R, int U>
-METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, device const A* h,
-                          device const A* norm_weight, device A* x_out, StagedRow<A> x,
+METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, const device A* h,
+                          const device A* norm_weight, device A* x_out, StagedRow<A> x,
                           threadgroup float* scratch, thread Put& put, uint group, uint tid,
                           uint simdgroup, uint lane) {
-  constexpr int kPlain = 16 / int(sizeof(A));
   const int lanes = at_least_1(kLanes);
   const int split = at_least_1(kSplit);
   const int groups = kK / at_least_1(kGroup);
@@ -130,7 +129,7 @@ METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, device const A* h
   for (int b = 0; b < kBlocks; ++b) {
     int block = slot * kBlocks + b;
     const Matrix<A, O> m = matrix_of_block(matrices, block, block_rows);
-    const int units = kK * m.bits / 128;
+    const int units = units_in(kK, m.bits);
     const int chunks = units / (lanes * U * split);
     const int first = part * chunks * lanes * U + sub_lane;
     const int row0 = block * block_rows + sub_row;
@@ -166,17 +165,14 @@ METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, device const A* h
         for (int r = 0; r < R; ++r) {
           rows[r] = min(next_block * block_rows + sub_row + r * (32 / lanes), next.rows - 1);
         }
-        load_tile(tile, next.w, next.scales, next.biases, rows, kK * next.bits / 128, groups,
-                  next.bits, kGroup, part * (kK * next.bits / 128 / split) + sub_lane, lanes);
+        const int next_units = units_in(kK, next.bits);
+        load_tile(tile, next.w, next.scales, next.biases, rows, next_units, groups, next.bits,
+                  kGroup, part * (next_units / split) + sub_lane, lanes);
         issue_loads();
       }
-      if (m.bits == 4) {
-        add_tile<A, R, U, 32>(now, x, unit, lanes, acc);
-      } else if (m.bits == 8) {
-        add_tile<A, R, U, 16>(now, x, unit, lanes, acc);
-      } else {
-        add_tile<A, R, U, kPlain>(now, x, unit, lanes, acc);
-      }
+#define LILY_CASE(BITS) add_tile<A, R, U, BITS>(now, x, unit, lanes, acc);
+      LILY_BY_BITS(m.bits, LILY_CASE)
+#undef LILY_CASE
     }
     // Lane r of a row's lanes keeps the sum of row r.
     float sum = 0.0f;
@@ -206,8 +202,8 @@ struct LaneProducts {
   constexpr static constant int kScratch = kMaxSimdgroups * 32;  // floats of threadgroup memory
 
   template <typename A, typename O, typename Put>
-  static METAL_FUNC void run(thread const Matrix<A, O>* matrices, device const A* h,
-                             device const A* norm_weight, device A* x_out, StagedRow<A> x,
+  static METAL_FUNC void run(thread const Matrix<A, O>* matrices, const device A* h,
+                             const device A* norm_weight, device A* x_out, StagedRow<A> x,
                              threadgroup float* scratch, thread Put& put, uint group, uint tid,
                              uint simdgroup, uint lane) {
     start_next();
@@ -224,23 +220,23 @@ struct LaneProducts {
 // KMAX bounds K: it sizes the threadgroup memory.
 template <typename A, typename O, int KMAX, typename Products = LaneProducts>
 [[kernel]] void gemv(
-    device const A* h [[buffer(0)]],
-    device const A* norm_weight [[buffer(1), function_constant(kNorm)]],
-    device const A* residual [[buffer(2), function_constant(kResidual)]],
-    device A* x_out [[buffer(3), function_constant(kWriteX)]], device const uint* w0 [[buffer(4)]],
-    device const A* scales0 [[buffer(5), function_constant(kQuantized0)]],
-    device const A* biases0 [[buffer(6), function_constant(kQuantized0)]],
-    device O* y0 [[buffer(7)]], device const uint* w1 [[buffer(8), function_constant(kHas1)]],
-    device const A* scales1 [[buffer(9), function_constant(kQuantized1)]],
-    device const A* biases1 [[buffer(10), function_constant(kQuantized1)]],
+    const device A* h [[buffer(0)]],
+    const device A* norm_weight [[buffer(1), function_constant(kNorm)]],
+    const device A* residual [[buffer(2), function_constant(kResidual)]],
+    device A* x_out [[buffer(3), function_constant(kWriteX)]], const device uint* w0 [[buffer(4)]],
+    const device A* scales0 [[buffer(5), function_constant(kQuantized0)]],
+    const device A* biases0 [[buffer(6), function_constant(kQuantized0)]],
+    device O* y0 [[buffer(7)]], const device uint* w1 [[buffer(8), function_constant(kHas1)]],
+    const device A* scales1 [[buffer(9), function_constant(kQuantized1)]],
+    const device A* biases1 [[buffer(10), function_constant(kQuantized1)]],
     device O* y1 [[buffer(11), function_constant(kHas1)]],
-    device const uint* w2 [[buffer(12), function_constant(kHas2)]],
-    device const A* scales2 [[buffer(13), function_constant(kQuantized2)]],
-    device const A* biases2 [[buffer(14), function_constant(kQuantized2)]],
+    const device uint* w2 [[buffer(12), function_constant(kHas2)]],
+    const device A* scales2 [[buffer(13), function_constant(kQuantized2)]],
+    const device A* biases2 [[buffer(14), function_constant(kQuantized2)]],
     device O* y2 [[buffer(15), function_constant(kHas2)]],
-    device const uint* w3 [[buffer(16), function_constant(kHas3)]],
-    device const A* scales3 [[buffer(17), function_constant(kQuantized3)]],
-    device const A* biases3 [[buffer(18), function_constant(kQuantized3)]],
+    const device uint* w3 [[buffer(16), function_constant(kHas3)]],
+    const device A* scales3 [[buffer(17), function_constant(kQuantized3)]],
+    const device A* biases3 [[buffer(18), function_constant(kQuantized3)]],
     device O* y3 [[buffer(19), function_constant(kHas3)]],
     uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
@@ -262,7 +258,7 @@ template <typename A, typename O, int KMAX, typename Products = LaneProducts>
 // The norm apart, for the unfused form: y = rnd(rms_norm(h)). One threadgroup.
 // Bytes: 3 * K * sizeof(A).
 template <typename A>
-[[kernel]] void norm_row(device const A* h [[buffer(0)]], device const A* weight [[buffer(1)]],
+[[kernel]] void norm_row(const device A* h [[buffer(0)]], const device A* weight [[buffer(1)]],
                          device A* y [[buffer(2)]], uint tid [[thread_index_in_threadgroup]],
                          uint simdgroup [[simdgroup_index_in_threadgroup]],
                          uint lane [[thread_index_in_simdgroup]]) {

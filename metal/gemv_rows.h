@@ -1,9 +1,8 @@
 // Products of 2 to 16 rows with quantized weights: each weight is read once and meets every row.
 //
 // What it computes, fp32 sums, weights unrounded (scale * code + bias in fp32):
-//   gemv_rows          y = rnd(x W^T), or fp32 unrounded, or rnd(h + rnd(x W^T)); x [rows, K], W
-//                      [N, K]
-//   gemv_rows_multi    up to four matrices with the same x and K (n = 0 for none)
+//   gemv_rows_multi    y_i = rnd(x W_i^T), or fp32 unrounded; x [rows, K], up to four matrices W_i
+//                      [n_i, K] (n_i = 0 for none)
 //   moe_gate_up_rows   act[s] = rnd(silu(gate_e x) * (up_e x)), s sorted assignments of routing.h
 //   moe_down_rows      down[order[s]] = down_e act[s], fp32
 // The expert kernels take one block map entry (block_rows >= MT) a threadgroup row, so that an
@@ -22,7 +21,9 @@
 // 16 and of the group.
 #pragma once
 
+#include "params.h"
 #include "prefill_common.h"
+#include "quant.h"
 
 constant int kBits [[function_constant(0)]];
 constant int kGroup [[function_constant(1)]];
@@ -31,28 +32,6 @@ namespace lily {
 
 constant constexpr int kRowsThreads = 128;
 constant constexpr int kRowsUnit = 16;  // codes a lane takes at once
-
-struct GemvRowsParams {
-  int rows;
-  int n;
-  int depth;
-  int lanes;
-  int has_residual;
-};
-
-struct GemvRowsMultiParams {
-  int rows;
-  int depth;
-  int lanes;
-  int n[4];
-};
-
-struct MoeRowsParams {
-  int hidden;
-  int width;
-  int top_k;
-  int lanes;
-};
 
 // One weight row as a lane reads it.
 template <typename A>
@@ -82,25 +61,15 @@ METAL_FUNC WeightRow<A> weight_row(
 
 // 16 codes as loaded.
 struct RawUnit {
-  uint4 lo;
-  uint4 hi;
+  CodeRun<kRowsUnit> codes;
   float scale;
   float bias;
 };
 
 template <typename A>
 METAL_FUNC void load_unit(thread const WeightRow<A>& row, int k, int group, thread RawUnit& u) {
-  const device uchar* p = row.w + k * kBits / 8;
-  if (kBits == 4) {
-    const uint2 words = *(const device uint2*)p;
-    u.lo[0] = words[0];
-    u.lo[1] = words[1];
-  } else {
-    u.lo = *(const device uint4*)p;
-  }
-  if (kBits == 16) {
-    u.hi = *(const device uint4*)(p + 16);
-  } else {
+  load_codes(row.w + k * kBits / 8, kBits, u.codes);
+  if (kBits <= 8) {
     u.scale = float(row.scales[k / group]);
     u.bias = float(row.biases[k / group]);
   }
@@ -109,15 +78,13 @@ METAL_FUNC void load_unit(thread const WeightRow<A>& row, int k, int group, thre
 template <typename A>
 METAL_FUNC void decode_unit(thread const RawUnit& u, thread float4* w) {
   for (int i = 0; i < 4; ++i) {
-    if (kBits == 16) {
-      const int at = i % 2 * 2;
-      w[i] = i < 2 ? unpack4<A>(u.lo[at], u.lo[at + 1]) : unpack4<A>(u.hi[at], u.hi[at + 1]);
-    } else {
+    if (kBits <= 8) {
       for (int c = 0; c < 4; ++c) {
-        const uint code = kBits == 4 ? (u.lo[i / 2] >> (16 * (i % 2) + 4 * c)) & 15u
-                                     : (u.lo[i] >> (8 * c)) & 255u;
-        w[i][c] = fma(float(code), u.scale, u.bias);
+        w[i][c] = fma(float(code_at(u.codes, 4 * i + c, kBits)), u.scale, u.bias);
       }
+    } else {
+      const uint4 word = u.codes.words[i / 2];
+      w[i] = unpack4<A>(word[i % 2 * 2], word[i % 2 * 2 + 1]);
     }
   }
 }
@@ -211,7 +178,6 @@ METAL_FUNC void gemv_rows_matrix(
     const device uint* w,
     const device A* scales,
     const device A* biases,
-    const device A* h,
     device O* y,
     threadgroup uint* x_rows,
     threadgroup uint4* xs,
@@ -219,7 +185,6 @@ METAL_FUNC void gemv_rows_matrix(
     int n,
     int depth,
     int lanes,
-    bool has_residual,
     int group_index,
     uint tid,
     uint sg,
@@ -242,9 +207,7 @@ METAL_FUNC void gemv_rows_matrix(
 #pragma clang loop unroll(full)
       for (int m = 0; m < MT; ++m) {
         if (m < rows && first + r < n) {
-          const size_t at = size_t(m) * n + first + r;
-          const float v = sums[r * MT + m];
-          y[at] = O(has_residual ? float(h[at]) + float(A(v)) : v);
+          y[size_t(m) * n + first + r] = O(sums[r * MT + m]);
         }
       }
     }
@@ -254,41 +217,6 @@ METAL_FUNC void gemv_rows_matrix(
 }  // namespace lily
 
 using namespace lily;
-
-template <typename A, typename O, int R, int MT>
-[[kernel]] void gemv_rows(
-    const device A* x [[buffer(0)]],
-    const device uint* w [[buffer(1)]],
-    const device A* scales [[buffer(2)]],
-    const device A* biases [[buffer(3)]],
-    const device A* h [[buffer(4)]],
-    device O* y [[buffer(5)]],
-    constant GemvRowsParams& p [[buffer(6)]],
-    uint3 tg [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint sg [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup uint x_rows[MT];
-  threadgroup uint4 xs[2 * MT * 32];
-  gemv_rows_matrix<A, O, R, MT>(
-      x,
-      w,
-      scales,
-      biases,
-      h,
-      y,
-      x_rows,
-      xs,
-      p.rows,
-      p.n,
-      p.depth,
-      p.lanes,
-      p.has_residual != 0,
-      int(tg.x),
-      tid,
-      sg,
-      lane);
-}
 
 template <typename A, typename O, int R, int MT>
 [[kernel]] void gemv_rows_multi(
@@ -331,7 +259,6 @@ template <typename A, typename O, int R, int MT>
       m == 0 ? w0 : m == 1 ? w1 : m == 2 ? w2 : w3,
       m == 0 ? scales0 : m == 1 ? scales1 : m == 2 ? scales2 : scales3,
       m == 0 ? biases0 : m == 1 ? biases1 : m == 2 ? biases2 : biases3,
-      x,
       m == 0 ? y0 : m == 1 ? y1 : m == 2 ? y2 : y3,
       x_rows,
       xs,
@@ -339,7 +266,6 @@ template <typename A, typename O, int R, int MT>
       p.n[m],
       p.depth,
       p.lanes,
-      false,
       tile,
       tid,
       sg,

@@ -3,8 +3,6 @@
 #include "gemv_rows.h"
 
 #define INSTANTIATE_GEMV_ROWS(NAME, A, ONAME, O, R, MT)                                   \
-  template [[host_name("gemv_rows_" NAME "_" ONAME "_m" #MT)]] [[kernel]]                 \
-  decltype(gemv_rows<A, O, R, MT>) gemv_rows<A, O, R, MT>;                                \
   template [[host_name("gemv_rows_multi_" NAME "_" ONAME "_m" #MT)]] [[kernel]]           \
   decltype(gemv_rows_multi<A, O, R, MT>) gemv_rows_multi<A, O, R, MT>;
 

@@ -22,16 +22,9 @@
 #include <nvidia_simdgroup>
 
 #include "gemv.h"
-#include "pairs_sync.h"
+#include "quant_sync.h"
 
 namespace lily {
-
-METAL_FUNC float base_value(bfloat) {
-  return 128.0f;
-}
-METAL_FUNC float base_value(half) {
-  return 1024.0f;
-}
 
 // A lane's part of a slice of x as the tensor core's columns, and the slice's sums by group.
 template <typename A, int UNITS>
@@ -84,17 +77,17 @@ struct RowPair {
 
 // Row `row` of a matrix of `units` units a row into half h of the pair.
 template <typename A, int UNITS>
-METAL_FUNC void load_row(thread RowPair<A, UNITS>& t, int h, device const uint* w,
-                         device const A* scales, device const A* biases, int row, int units,
+METAL_FUNC void load_row(thread RowPair<A, UNITS>& t, int h, const device uint* w,
+                         const device A* scales, const device A* biases, int row, int units,
                          int part, uint lane) {
-  device const uint4* q = (device const uint4*)w + row * units + part * UNITS * 4;
+  const device uint4* q = (const device uint4*)w + row * units + part * UNITS * 4;
   const int word = row * (units / 4) + part * UNITS;  // of two groups
   for (int i = 0; i < UNITS; ++i) {
     t.q[h][i] = q[i * 4 + int(lane & 3u)];
   }
   for (int i = 0; i < UNITS; ++i) {
-    t.scale[h][i] = ((device const uint*)scales)[word + i];
-    t.bias[h][i] = ((device const uint*)biases)[word + i];
+    t.scale[h][i] = ((const device uint*)scales)[word + i];
+    t.bias[h][i] = ((const device uint*)biases)[word + i];
   }
 }
 
@@ -110,8 +103,6 @@ METAL_FUNC float2 two_values(uint pair, half) {
 template <typename A, int UNITS>
 METAL_FUNC float2 slice_product(thread const RowPair<A, UNITS>& t,
                                 thread const SliceX<A, UNITS>& x) {
-  constexpr uint kMask = 0x000f000fu;
-  const uint base = pair_base(A(0.0f));
   const float minus = -base_value(A(0.0f));
   float first = 0.0f;
   float second = 0.0f;
@@ -121,14 +112,11 @@ METAL_FUNC float2 slice_product(thread const RowPair<A, UNITS>& t,
     for (int w = 0; w < 4; ++w) {
       const uint u = t.q[0][i][w];
       const uint v = t.q[1][i][w];
-      const uint low[4] = {nvidia::select_bits(u, kMask, base), nvidia::select_bits(v, kMask, base),
-                           nvidia::select_bits(u >> 4, kMask, base),
-                           nvidia::select_bits(v >> 4, kMask, base)};
+      const uint low[4] = {base_and_codes<A>(u, 0), base_and_codes<A>(v, 0),
+                           base_and_codes<A>(u, 1), base_and_codes<A>(v, 1)};
       nvidia::multiply_accumulate(c, low, x.pairs[i][4 * w], x.pairs[i][4 * w + 1], A(0.0f));
-      const uint high[4] = {nvidia::select_bits(u >> 8, kMask, base),
-                            nvidia::select_bits(v >> 8, kMask, base),
-                            nvidia::select_bits(u >> 12, kMask, base),
-                            nvidia::select_bits(v >> 12, kMask, base)};
+      const uint high[4] = {base_and_codes<A>(u, 2), base_and_codes<A>(v, 2),
+                            base_and_codes<A>(u, 3), base_and_codes<A>(v, 3)};
       nvidia::multiply_accumulate(c, high, x.pairs[i][4 * w + 2], x.pairs[i][4 * w + 3], A(0.0f));
     }
     const float2 scale0 = two_values(t.scale[0][i], A(0.0f));
@@ -153,8 +141,8 @@ METAL_FUNC void put_slice(threadgroup float* out, float2 products, uint lane) {
 constant constexpr int kGather = 8;  // blocks of 16 rows whose slices meet in threadgroup memory
 
 template <typename A, typename O, typename Put, int UNITS>
-METAL_FUNC void gemv_sync_body(thread const Matrix<A, O>* matrices, device const A* h,
-                               device const A* norm_weight, device A* x_out, StagedRow<A> x,
+METAL_FUNC void gemv_sync_body(thread const Matrix<A, O>* matrices, const device A* h,
+                               const device A* norm_weight, device A* x_out, StagedRow<A> x,
                                threadgroup float* scratch, thread Put& put, uint group, uint tid,
                                uint simdgroup, uint lane) {
   constexpr int kRows = 16;
@@ -207,7 +195,7 @@ METAL_FUNC void gemv_sync_body(thread const Matrix<A, O>* matrices, device const
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (finishes) {
-      threadgroup const float* parts =
+      const threadgroup float* parts =
           scratch + (j * kSimdgroups + team * split) * kRows + int(tid) % kRows;
       float sum = parts[0];
       for (int i = 1; i < split; ++i) {
@@ -226,8 +214,8 @@ struct SyncProducts {
   constexpr static constant int kScratch = kGather * kMaxSimdgroups * 16;
 
   template <typename A, typename O, typename Put>
-  static METAL_FUNC void run(thread const Matrix<A, O>* matrices, device const A* h,
-                             device const A* norm_weight, device A* x_out, StagedRow<A> x,
+  static METAL_FUNC void run(thread const Matrix<A, O>* matrices, const device A* h,
+                             const device A* norm_weight, device A* x_out, StagedRow<A> x,
                              threadgroup float* scratch, thread Put& put, uint group, uint tid,
                              uint simdgroup, uint lane) {
     if (kU == 2) {

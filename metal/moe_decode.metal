@@ -11,4 +11,3 @@
 
 LILY_MOE("bf16", bfloat)
 LILY_MOE("f16", half)
-LILY_MOE("f32", float)

@@ -20,21 +20,9 @@
 #pragma once
 
 #include "gemm_tiles.h"
+#include "params.h"
 
 namespace lily {
-
-struct MoeGateUpParams {
-  int rows;  // assignments, or tokens when not grouped
-  int width;
-  int hidden;
-  int top_k;
-  int grouped;
-};
-
-struct MoeDownParams {
-  int hidden;
-  int width;
-};
 
 // rnd(silu(gate) up) for a block's rows of act.
 template <typename A>

@@ -12,18 +12,8 @@
 // H and the counts of values are multiples of four.
 #pragma once
 
+#include "params.h"
 #include "prefill_common.h"
-
-namespace lily {
-
-struct CombineParams {
-  int hidden;
-  int top_k;
-  int has_shared;
-  int has_residual;
-};
-
-}  // namespace lily
 
 using namespace lily;
 

@@ -1,46 +1,27 @@
-// Dense GEMM with quantized weights: y = rnd(x W^T), or fp32 unrounded, or rnd(h + rnd(x W^T)).
+// Dense GEMM with quantized weights: y_i = rnd(x W_i^T), or fp32 unrounded, for up to four matrices
+// with the same x and K (n = 0 for none).
 //
 // x [rows, K] of A; W [N, K] affine codes with scales and biases [N, K / group] (or A itself: bits
-// 16); y [rows, N] of O (A or float); h [rows, N] of A where has_residual. Any rows and N; K as
-// gemm_tiles.h says.
-//
-//   qgemm        one matrix; grid (ceil(N / columns), ceil(rows / rows of a
-//                block))
-//   qgemm_multi  up to four matrices with the same x and K (n = 0 for none), side by side in the
-//                grid's first dimension: sum of ceil(n_i / columns)
-//   dequantize_rows  W as A in memory, 16 values a thread (for comparison, with bits 16 above)
+// 16); y [rows, N] of O (A or float). Any rows and N; K as gemm_tiles.h says. Grid (sum of ceil(n_i
+// / columns of a block), ceil(rows / rows of a block)).
 //
 // Layout, bytes and flops: gemm_tiles.h. x is read once a block of columns and W once a block of rows,
 // from cache where it holds them.
 #pragma once
 
 #include "gemm_tiles.h"
+#include "params.h"
 
 namespace lily {
 
-struct QgemmParams {
-  int rows;
-  int n;
-  int depth;
-  int has_residual;
-};
-
-struct QgemmMultiParams {
-  int rows;
-  int depth;
-  int n[4];
-};
-
-// Where a block's results go: y = rnd(v), or rnd(h + rnd(v)), as far as it lies in [rows, n).
-template <typename A, typename O>
+// Where a block's results go: y = rnd(v), as far as it lies in [rows, n).
+template <typename O>
 struct QgemmStore {
-  const device A* h;
   device O* y;
   int first_row;
   int rows;
   int first_column;
   int n;
-  bool has_residual;
 
   template <int N>
   METAL_FUNC void put(int r, int c, vec<float, N> v) const {
@@ -49,11 +30,6 @@ struct QgemmStore {
       return;
     }
     const size_t at = size_t(first_row + r) * n + column;
-    if (has_residual) {
-      for (int j = 0; j < N; ++j) {
-        v[j] = column + j < n ? float(h[at + j]) + float(A(v[j])) : 0.0f;
-      }
-    }
     if (n % N == 0) {
       store_values<O, N>(y + at, v);
       return;
@@ -69,35 +45,6 @@ struct QgemmStore {
 }  // namespace lily
 
 using namespace lily;
-
-template <typename A, typename O, typename Block, template <typename, int, int> class Tile>
-[[kernel]] void qgemm(
-    const device A* x [[buffer(0)]],
-    const device uint* w [[buffer(1)]],
-    const device A* scales [[buffer(2)]],
-    const device A* biases [[buffer(3)]],
-    const device A* h [[buffer(4)]],
-    device O* y [[buffer(5)]],
-    constant QgemmParams& p [[buffer(6)]],
-    uint3 tg [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]],
-    uint sg [[simdgroup_index_in_threadgroup]]) {
-  typedef GemmShape<A, Block, Tile> Shape;
-  typedef typename Shape::Loader Loader;
-  threadgroup float4 shared[Shape::kWords];
-  const int first_row = int(tg.y) * Block::kRows;
-  const int first_column = int(tg.x) * Block::kColumns;
-  const int row = first_row + Loader::x_row(tid);
-  Loader loader;
-  loader.set_x(x + size_t(row) * p.depth, row < p.rows, tid);
-  const QuantizedRows<A> matrix = {w, scales, biases};
-  loader.set_matrix(matrix, first_column, p.n - first_column, p.depth, tid);
-  typename Shape::TileType tile;
-  gemm_sums(loader, tile, p.depth, p.rows - first_row, shared, tid, sg);
-  const QgemmStore<A, O> store = {
-      h, y, first_row, p.rows, first_column, p.n, p.has_residual != 0};
-  gemm_results<Block>(tile, store, shared, tid, sg);
-}
 
 template <typename A, typename O, typename Block, template <typename, int, int> class Tile>
 [[kernel]] void qgemm_multi(
@@ -148,34 +95,6 @@ template <typename A, typename O, typename Block, template <typename, int, int> 
   loader.set_matrix(matrix, first_column, n - first_column, p.depth, tid);
   typename Shape::TileType tile;
   gemm_sums(loader, tile, p.depth, p.rows - first_row, shared, tid, sg);
-  const QgemmStore<A, O> store = {x, y, first_row, p.rows, first_column, n, false};
+  const QgemmStore<O> store = {y, first_row, p.rows, first_column, n};
   gemm_results<Block>(tile, store, shared, tid, sg);
-}
-
-// w: `runs` runs of 16 codes; bits 4 or 8.
-template <typename A>
-[[kernel]] void dequantize_rows(
-    const device uint* w [[buffer(0)]],
-    const device A* scales [[buffer(1)]],
-    const device A* biases [[buffer(2)]],
-    device A* out [[buffer(3)]],
-    constant int& runs [[buffer(4)]],
-    uint3 tg [[threadgroup_position_in_grid]],
-    uint tid [[thread_index_in_threadgroup]]) {
-  const int run = int(tg.x) * 256 + int(tid);
-  if (run >= runs) {
-    return;
-  }
-  const float scale = float(group_value(scales, run * 16, kGroup));
-  const float bias = float(group_value(biases, run * 16, kGroup));
-  const device uint* p = w + size_t(run) * (kBits / 2);
-  for (int i = 0; i < 4; ++i) {
-    float4 v;
-    for (int c = 0; c < 4; ++c) {
-      const uint code =
-          kBits == 4 ? (p[i / 2] >> (16 * (i % 2) + 4 * c)) & 15u : (p[i] >> (8 * c)) & 255u;
-      v[c] = fma(float(code), scale, bias);
-    }
-    store4(out + size_t(run) * 16 + 4 * i, v);
-  }
 }

@@ -2,8 +2,6 @@
 #pragma once
 
 #define INSTANTIATE_QGEMM(PREFIX, NAME, A, ONAME, O, BM, BLOCK, TILE)                            \
-  template [[host_name(PREFIX "qgemm_" NAME "_" ONAME "_m" #BM)]] [[kernel]]              \
-  decltype(qgemm<A, O, BLOCK, TILE>) qgemm<A, O, BLOCK, TILE>;                                  \
   template [[host_name(PREFIX "qgemm_multi_" NAME "_" ONAME "_m" #BM)]] [[kernel]]        \
   decltype(qgemm_multi<A, O, BLOCK, TILE>) qgemm_multi<A, O, BLOCK, TILE>;
 

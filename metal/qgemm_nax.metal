@@ -1,4 +1,4 @@
-// Instantiations of qgemm.h on Metal 4 tensor operations: nax_qgemm_<A>_<output>_m<rows a block>.
+// Instantiations of qgemm.h on Metal 4 tensor operations: nax_qgemm_multi_<A>_<output>_m<rows a block>.
 #include "qgemm.h"
 #include "qgemm_instances.h"
 #include "tile_mma_nax.h"

@@ -1,4 +1,4 @@
-// Instantiations of qgemm.h on NVIDIA's tensor cores: sync_qgemm_<A>_<output>_m<rows a block>.
+// Instantiations of qgemm.h on NVIDIA's tensor cores: sync_qgemm_multi_<A>_<output>_m<rows a block>.
 #include "gemm_sync.h"
 #include "qgemm.h"
 #include "qgemm_instances.h"

@@ -20,6 +20,7 @@
 // written, read; order 4 T k. Flops: about 3 T E. For T = 2048, E = 256, k = 8: 2.6 MB.
 #pragma once
 
+#include "params.h"
 #include "prefill_common.h"
 
 namespace lily {
@@ -29,15 +30,6 @@ constant constexpr int kRouteThreads = 256;
 constant constexpr int kRouteMaxTopK = 16;
 constant constexpr int kRouteMaxExperts = 512;
 constant constexpr uint kNoExpert = 0xffffffffu;
-
-struct RouteParams {
-  int tokens;
-  int experts;
-  int top_k;
-  int renormalise;
-  int block_rows;
-  int max_blocks;
-};
 
 // Softmax and top-k of one row by one simdgroup. NaN logits give NaN weights but distinct, valid
 // ids.

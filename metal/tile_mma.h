@@ -5,9 +5,7 @@
 // same one for other matrix units:
 //   start(lane)                 sums = 0; lane is the thread's index in its simdgroup
 //   multiply_nt<K>(x, w)        sums += X W^T, X [8 TM, K], W [8 TN, K], both in threadgroup memory
-//   multiply_nn<K>(x, w)        sums += X W,   W [K, 8 TN]
-//   multiply_tn<K>(x, w)        sums += X^T W, X [K, 8 TM], W [K, 8 TN]
-//   load(y) / store(y)          sums from / to threadgroup memory, fp32
+//   store(y)                    sums to threadgroup memory, fp32
 // Elements are reached through threadgroup memory alone: which lane holds which element is not
 // documented.
 //
@@ -59,52 +57,6 @@ struct SimdgroupTile {
         simdgroup_load(b[j], w + 8 * j * w_stride + k, w_stride, ulong2(0, 0), true);
       }
       multiply(a, b);
-    }
-  }
-
-  template <int K>
-  METAL_FUNC void multiply_nn(
-      const threadgroup A* x, int x_stride, const threadgroup A* w, int w_stride) {
-    for (int k = 0; k < K; k += 8) {
-      simdgroup_matrix<A, 8, 8> a[TM];
-      simdgroup_matrix<A, 8, 8> b[TN];
-#pragma clang loop unroll(full)
-      for (int i = 0; i < TM; ++i) {
-        simdgroup_load(a[i], x + 8 * i * x_stride + k, x_stride, ulong2(0, 0), false);
-      }
-#pragma clang loop unroll(full)
-      for (int j = 0; j < TN; ++j) {
-        simdgroup_load(b[j], w + k * w_stride + 8 * j, w_stride, ulong2(0, 0), false);
-      }
-      multiply(a, b);
-    }
-  }
-
-  template <int K>
-  METAL_FUNC void multiply_tn(
-      const threadgroup A* x, int x_stride, const threadgroup A* w, int w_stride) {
-    for (int k = 0; k < K; k += 8) {
-      simdgroup_matrix<A, 8, 8> a[TM];
-      simdgroup_matrix<A, 8, 8> b[TN];
-#pragma clang loop unroll(full)
-      for (int i = 0; i < TM; ++i) {
-        simdgroup_load(a[i], x + k * x_stride + 8 * i, x_stride, ulong2(0, 0), true);
-      }
-#pragma clang loop unroll(full)
-      for (int j = 0; j < TN; ++j) {
-        simdgroup_load(b[j], w + k * w_stride + 8 * j, w_stride, ulong2(0, 0), false);
-      }
-      multiply(a, b);
-    }
-  }
-
-  METAL_FUNC void load(const threadgroup float* y, int stride) {
-#pragma clang loop unroll(full)
-    for (int i = 0; i < TM; ++i) {
-#pragma clang loop unroll(full)
-      for (int j = 0; j < TN; ++j) {
-        simdgroup_load(sums[i][j], y + 8 * i * stride + 8 * j, stride, ulong2(0, 0), false);
-      }
     }
   }
 

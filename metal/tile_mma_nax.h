@@ -1,8 +1,7 @@
 // tile_mma.h's interface over Metal 4 tensor operations (M5 and later, macOS 26.2 and later).
 //
 // One simdgroup's tile of 8 TM rows by 8 TN columns as (TM / 2) x (TN / 4) products of 16 x 32 x 16
-// by matmul2d, operands in cooperative tensors, fp32 sums. Offers start, multiply_nt and store,
-// which is what the quantized GEMMs use. Compile for Metal 4.0.
+// by matmul2d, operands in cooperative tensors, fp32 sums. Compile for Metal 4.0.
 //
 // Lane layout of a 16 x 16 fragment: lane l holds rows r and r + 8, r = (l >> 2 & 4) + (l >> 1 &
 // 3), columns c .. c + 3, c = 4 ((l >> 2 & 2) + (l & 1)); a 16 x 32 or 32 x 16 operand is two

@@ -1,6 +1,7 @@
 """The decode step: its words, its laziness, and the weights it runs with."""
 
 import threading
+import weakref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -196,20 +197,13 @@ def test_steps_that_were_dropped_still_count():
     assert caches[3].offset == 6
 
 
-def test_dropped_models_and_caches_are_freed():
-    import gc
-    import weakref
-
+def test_dropped_caches_are_freed():
     ours, _ = models.pair("plain", mx.float32)
     caches = ours.make_cache()
     ours(mx.array([[1]]), cache=caches)  # built, never evaluated
     session = weakref.ref(caches[0]._loan[0])
-    ticket = weakref.ref(ours)
     del caches
     assert session() is None
-    del ours
-    gc.collect()
-    assert ticket() is None
 
 
 def test_inside_compile_the_layers_run():

@@ -106,10 +106,11 @@ def test_mixed_quantization(tmp_path, experts, entries):
     """Per-tensor settings are honoured; without entries, mlx-lm reads them off the shapes."""
     expected = tiny.checkpoint(tmp_path, quantize=AFFINE, predicate=mixed, experts=experts)
     if entries == "removed":
-        path = tmp_path / "config.json"
-        cfg = json.loads(path.read_text())
-        cfg["quantization"] = {k: v for k, v in cfg["quantization"].items() if "." not in k}
-        path.write_text(json.dumps(cfg))
+
+        def edit(cfg):
+            cfg["quantization"] = {k: v for k, v in cfg["quantization"].items() if "." not in k}
+
+        tiny.edit_config(tmp_path, edit)
     model, _ = load_model(tmp_path)
     assert_same(parameters(model), expected)
     mlp = model.layers[3].mlp
@@ -122,11 +123,12 @@ def test_mixed_quantization(tmp_path, experts, entries):
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8"])
 def test_quantization_named_in_hugging_face_style(tmp_path, mode):
     expected = tiny.checkpoint(tmp_path, quantize={"mode": mode})
-    path = tmp_path / "config.json"
-    cfg = json.loads(path.read_text())
-    del cfg["quantization"]
-    cfg["quantization_config"] = {"quant_method": mode}
-    path.write_text(json.dumps(cfg))
+
+    def edit(cfg):
+        del cfg["quantization"]
+        cfg["quantization_config"] = {"quant_method": mode}
+
+    tiny.edit_config(tmp_path, edit)
     model, _ = load_model(tmp_path)
     assert_same(parameters(model), expected)
     assert model.layers[0].mlp.switch_mlp.up_proj.mode == mode
@@ -175,7 +177,7 @@ def test_sanitize_twice_is_sanitize_once(kind, prefix, experts, hf):
     model = tiny.stock_model(cfg)
     stored = tiny.rename(parameters(model), prefix, experts, hf)
     stored |= tiny.extras(cfg, "visual.", True, prefix)
-    stored["lm_head.weight"] = mx.zeros((tiny.VOCAB_SIZE, 128))
+    stored["lm_head.weight"] = model.language_model.model.embed_tokens.weight
     before = dict(stored)
 
     def clean(weights):
@@ -186,6 +188,94 @@ def test_sanitize_twice_is_sanitize_once(kind, prefix, experts, hf):
     assert all(stored[name] is before[name] for name in before)
     assert_same(once, parameters(model))
     assert_same(clean(once), once)
+
+
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("quantize", [None, AFFINE], ids=["float32", "4bit"])
+def test_a_stored_head_that_differs_from_tied_embeddings_is_used(tmp_path, quantize, outer):
+    """transformers does so, with a warning; dropping it would change every logit."""
+    expected = tiny.checkpoint(tmp_path, quantize=quantize)
+
+    def edit(cfg):
+        cfg["tie_word_embeddings"] = outer
+        cfg["text_config"]["tie_word_embeddings"] = True
+
+    tiny.edit_config(tmp_path, edit)
+    with pytest.warns(UserWarning, match="ties lm_head"):
+        model, cfg = load_model(tmp_path)
+    assert_same(parameters(model), expected)
+    assert not cfg["text_config"]["tie_word_embeddings"]
+    attach(tmp_path)
+    with pytest.raises(InputError, match="lm_head differs.*tie_word_embeddings"):
+        mlx_lm.load(str(tmp_path), trust_remote_code=True)
+
+
+def test_embeddings_tied_by_the_outer_config_alone(tmp_path):
+    expected = tiny.checkpoint(tmp_path, tie_word_embeddings=True)
+
+    def edit(cfg):
+        cfg["tie_word_embeddings"] = cfg["text_config"].pop("tie_word_embeddings")
+
+    tiny.edit_config(tmp_path, edit)
+    model, _ = load_model(tmp_path)
+    assert_same(parameters(model), expected)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "auto-round", "fp8", "awq", "gptq", None])
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_label_of_a_quantization_that_was_undone(tmp_path, method, nested):
+    """Merged or dequantised weights often keep the config.json of what they were made from."""
+    expected = tiny.checkpoint(tmp_path, prefix="hf", hf_conventions=True, vision="model.visual.")
+    label = {"quant_method": method, "bits": 4} if method else {"bits": 4, "group_size": 64}
+
+    def edit(cfg):
+        (cfg["text_config"] if nested else cfg)["quantization_config"] = label
+
+    tiny.edit_config(tmp_path, edit)
+    model, cfg = load_model(tmp_path)
+    assert_same(parameters(model), expected)
+    assert "quantization_config" not in cfg
+
+
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_a_text_model_saved_alone(tmp_path, kind):
+    """Its config is the inner one, whose model_type mlx-lm does not know."""
+    expected = tiny.checkpoint(tmp_path, kind, prefix="text", experts="each")
+    tiny.edit_config(tmp_path, lambda cfg: cfg.update(cfg.pop("text_config")))
+    model, _, cfg = load(str(tmp_path), return_config=True)
+    assert cfg["model_type"] == ("qwen3_5_moe_text" if kind == "moe" else "qwen3_5_text")
+    assert_same(parameters(model), expected)
+    attach(tmp_path)
+    model, _ = mlx_lm.load(str(tmp_path), trust_remote_code=True)
+    assert_same(parameters(model), expected)
+
+
+@pytest.mark.parametrize(
+    "inside,beside",
+    [
+        ({"rope_theta": 5e5}, {"partial_rotary_factor": 0.5}),
+        ({"rope_theta": 5e5, "partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.25}),
+        (None, {"rope_theta": 5e5, "partial_rotary_factor": 0.5}),
+        (None, {"rope_theta": 5e5, "rope_scaling": {"partial_rotary_factor": 0.5}}),
+    ],
+    ids=["factor", "inside wins", "beside", "scaling"],
+)
+@pytest.mark.parametrize("nested", [True, False])
+def test_rope_settings_beside_rope_parameters(tmp_path, inside, beside, nested):
+    """As transformers merges them; mlx-lm reads rope_parameters alone, with its own defaults."""
+    tiny.checkpoint(tmp_path)
+
+    def edit(cfg):
+        cfg["text_config"].update(beside, rope_parameters=inside)
+        if not nested:
+            cfg |= {**cfg.pop("text_config"), "model_type": cfg["model_type"]}
+
+    tiny.edit_config(tmp_path, edit)
+    model, _ = load_model(tmp_path)
+    args = model.language_model.args
+    assert (args.rope_theta, args.partial_rotary_factor) == (5e5, 0.5)
+    rope = model.layers[3].self_attn.rope
+    assert (rope.base, rope.dims) == (5e5, 16)
 
 
 def test_several_files(tmp_path):
@@ -241,7 +331,7 @@ def test_load_returns_what_mlx_lm_returns(tmp_path, kind):
         name for name, _ in theirs[0].named_modules()
     ]
     assert not ours[0].training
-    assert "sanitize" not in vars(ours[0])
+    assert "load_weights" not in vars(ours[0])
     assert len(load(str(tmp_path))) == 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import subprocess
 import tomllib
@@ -52,3 +53,22 @@ def test_every_package_and_its_data_are_in_the_wheel(tracked, setuptools):
         if path.suffix == ".py" and str(path.parent) in packages:
             continue
         assert any(fnmatch.fnmatch(str(path), pattern) for pattern in patterns), path
+
+
+def _imported(path: Path) -> set[str]:
+    """Top-level names of what a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def test_the_package_imports_nothing_that_is_not_installed():
+    """benchmarks and tests are not in the wheel."""
+    files = sorted((ROOT / "lily_mlx").rglob("*.py"))
+    assert len(files) > 20
+    found = {str(path): _imported(path) & {"benchmarks", "tests"} for path in files}
+    assert not any(found.values()), {path: names for path, names in found.items() if names}

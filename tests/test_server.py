@@ -26,10 +26,10 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start(port, log, *words):
+def start(port, log, *words, run=("-m", "lily_mlx", "server")):
     with open(log, "wb") as sink:
         return subprocess.Popen(
-            [sys.executable, "-m", "lily_mlx", "server", "--port", str(port), *words],
+            [sys.executable, *run, "--port", str(port), *words],
             stdout=sink,
             stderr=sink,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -246,6 +246,39 @@ def test_generation_that_fails_gives_its_requests_the_error_and_goes_on():
     assert command.generation_has_run
     with pytest.raises(SystemExit):
         cli.main(["server", "--help"])
+
+
+COUNTING = """
+import weakref
+from lily_mlx import cli, model
+made, build = [], model.TextModel.__init__
+def count(self, *args):
+    print("alive:", sum(m() is not None for m in made), flush=True)
+    build(self, *args)
+    made.append(weakref.ref(self))
+model.TextModel.__init__ = count
+cli.main()
+"""
+
+
+def test_wrong_model_names_leave_no_models_behind(tmp_path):
+    """mlx-lm lets the model go before it looks for another, and makes it again when asked."""
+    number, log = free_port(), tmp_path / "log"
+    process = start(number, log, run=("-c", COUNTING, "server"))
+    try:
+        wait_until_ready(process, number, log)
+        first = message(number, ask("hello"))
+        for i in range(5):
+            with pytest.raises(urllib.error.HTTPError):
+                message(number, ask("hello", model=f"/none/{i}"))
+            # Alone, with a seed, and in a batch.
+            assert message(number, ask("hello", **({"seed": 1} if i % 2 else {}))) == first
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+    alive = [int(x.split(":")[1]) for x in log.read_text().splitlines() if x.startswith("alive:")]
+    # The one before, which mlx-lm's loop still has at hand, and none of those before that.
+    assert len(alive) == 6 and alive[0] == 0 and max(alive) <= 1
 
 
 # --- starting and stopping --------------------------------------------------------------------

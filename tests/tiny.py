@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +250,11 @@ def checkpoint(
     stored |= extras(cfg, vision, mtp, prefix)
     write(folder, cfg, stored, shards)
     return expected
+
+
+def edit_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Rewrite a checkpoint's config.json after `change` has altered its content in place."""
+    path = folder / "config.json"
+    cfg = json.loads(path.read_text())
+    change(cfg)
+    path.write_text(json.dumps(cfg))

@@ -119,24 +119,6 @@ void allow_shared(CUfunction f, uint32_t bytes, const std::string& name) {
 
 }  // namespace
 
-namespace {
-
-std::string read_file(const std::string& path) {
-  std::FILE* file = std::fopen(path.c_str(), "rb");
-  if (file == nullptr) {
-    throw std::runtime_error("cannot read " + path + "; install lily_mlx again");
-  }
-  std::string text;
-  char block[1 << 16];
-  for (size_t n; (n = std::fread(block, 1, sizeof block, file)) > 0;) {
-    text.append(block, n);
-  }
-  std::fclose(file);
-  return text;
-}
-
-}  // namespace
-
 void check_cuda(CUresult result, const std::string& what) {
   if (result != CUDA_SUCCESS) {
     const char* text = nullptr;
@@ -184,23 +166,23 @@ void replace_all(std::string& text, const std::string& from, const std::string& 
 
 }  // namespace
 
-CudaKernels::Module CudaKernels::load(const std::string& file) {
-  Module& module = modules_[file];
-  if (module.handle == nullptr) {
-    std::string text = read_file(file);
-    module.ahead = text.find(kMark) != std::string::npos && starts_ahead();
-    if (module.ahead) {
-      replace_all(text, kMark, "");
-      replace_all(text, kTarget, ".target sm_90");
-    }
-    check_cuda(cuModuleLoadData(&module.handle, text.c_str()), "loading " + file);
+void CudaKernels::load(const Entry& entry) {
+  auto& [text, module] = *entry.module;
+  if (module.handle != nullptr) {
+    return;
   }
-  return module;
+  std::string here = text;
+  module.ahead = text.find(kMark) != std::string::npos && starts_ahead();
+  if (module.ahead) {
+    replace_all(here, kMark, "");
+    replace_all(here, kTarget, ".target sm_90");
+  }
+  check_cuda(cuModuleLoadData(&module.handle, here.c_str()), "loading " + entry.name);
 }
 
-void CudaKernels::add(const std::string& key, const std::string& file, const std::string& entry) {
+void CudaKernels::add(const std::string& key, const std::string& text, const std::string& entry) {
   std::lock_guard<std::mutex> lock(mutex_);
-  entries_[key] = {file, entry, {}};
+  entries_[key] = {&*modules_.try_emplace(text).first, entry, {}};
 }
 
 CudaKernels::Kernel CudaKernels::at(const Pipeline& pipeline) {
@@ -214,7 +196,8 @@ CudaKernels::Kernel CudaKernels::at(const Pipeline& pipeline) {
   }
   Entry& entry = it->second;
   if (entry.kernel.function == nullptr) {
-    const Module module = load(entry.file);
+    load(entry);
+    const Module& module = entry.module->second;
     check_cuda(cuModuleGetFunction(&entry.kernel.function, module.handle, entry.name.c_str()),
                "finding " + entry.name);
     entry.kernel.ahead = module.ahead;

@@ -18,11 +18,12 @@
 
 namespace lily {
 
-// The compiled kernels: which PTX file holds a pipeline, loaded into the driver on first use.
+// The compiled kernels: the PTX of each pipeline, loaded into the driver on first use.
 class CudaKernels {
  public:
-  // `key`: Pipeline::key. Files are read when their first function is asked for.
-  void add(const std::string& key, const std::string& file, const std::string& entry);
+  // `key`: Pipeline::key. The driver gets a text when its first function is asked for; equal texts
+  // are one module.
+  void add(const std::string& key, const std::string& text, const std::string& entry);
   bool has(const std::string& key) const {
     return entries_.count(key) != 0;
   }
@@ -35,19 +36,21 @@ class CudaKernels {
   Kernel at(const Pipeline& pipeline);
 
  private:
-  struct Entry {
-    std::string file, name;
-    Kernel kernel;
-  };
   struct Module {
     CUmodule handle = nullptr;
     bool ahead = false;
   };
-  Module load(const std::string& file);
+  using Modules = std::map<std::string, Module>;  // by text
+  struct Entry {
+    Modules::value_type* module;
+    std::string name;
+    Kernel kernel;
+  };
+  void load(const Entry& entry);
 
   std::mutex mutex_;
   std::map<std::string, Entry> entries_;
-  std::map<std::string, Module> modules_;
+  Modules modules_;
 };
 
 CudaKernels& cuda_kernels();
@@ -83,8 +86,8 @@ char* device_pointer(const mlx::core::array& a);
 Buffer device_buffer(const mlx::core::array& a);
 
 // How the decode steps of this process are built from now on, e.g. to time other tiles.
-struct DecodeOptions;
-void set_cuda_decode_options(const DecodeOptions& options);
+struct StepOptions;
+void set_cuda_step_options(const StepOptions& options);
 
 void check_cuda(CUresult result, const std::string& what);
 

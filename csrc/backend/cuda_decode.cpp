@@ -8,9 +8,11 @@
 #include <stdexcept>
 
 #include "backend/cuda.h"
+#include "backend/cuda_layers.h"
 #include "backend/cuda_memory.h"
+#include "backend/gpu.h"
 #include "backend/planned_decode.h"
-#include "programs/decode_program.h"
+#include "model.h"
 
 namespace lily {
 namespace {
@@ -48,14 +50,14 @@ class DeviceMemory {
   size_t bytes_;
 };
 
-DecodeOptions& set_options() {
-  static DecodeOptions options = nvidia_options();
+StepOptions& set_options() {
+  static StepOptions options = step_options(Target::cuda);
   return options;
 }
 
 // The options for this thread's GPU. What is asked for ahead must stay in its L2 cache, beside all
 // that two kernels read meanwhile: a quarter of it at most.
-DecodeOptions suited(DecodeOptions options) {
+StepOptions suited(StepOptions options) {
   const int l2_bytes =
       device_attribute(CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, "asking for the GPU's L2 cache");
   if (options.ahead > l2_bytes / 4 / 1024) {
@@ -79,22 +81,23 @@ struct StepSpace {
   StepSpace(CUstream stream, size_t logits_bytes) : stream(stream), logits(logits_bytes) {}
 
   // Memory and tables for a Program. Graphs wait to be bound to it.
-  void serve(std::shared_ptr<const DecodeProgram> next_program) {
+  void serve(std::shared_ptr<const StepProgram> next_program) {
     if (next_program == program) {
       return;
     }
-    program = std::move(next_program);
+    program.reset();  // until all of it is there
     forget();
-    if (!arena || arena->bytes() < program->program.arena_bytes()) {
-      arena.emplace(program->program.arena_bytes());
+    if (!arena || arena->bytes() < next_program->program.arena_bytes()) {
+      arena.emplace(next_program->program.arena_bytes());
     }
     tables.clear();
-    for (const auto& table : program->tables) {
+    for (const auto& table : next_program->tables) {
       DeviceMemory& a = tables.emplace_back(table.data.size());
       // From pageable memory: the call returns when the source has been read.
       check_cuda(cuMemcpyHtoDAsync(a.address(), table.data.data(), table.data.size(), stream),
                  "a table");
     }
+    program = std::move(next_program);
   }
 
   void forget() {
@@ -106,7 +109,7 @@ struct StepSpace {
   CUstream stream;  // of the last step
   DeviceMemory token{4}, position{4}, next{4}, logits;
   std::optional<DeviceMemory> arena;
-  std::shared_ptr<const DecodeProgram> program;
+  std::shared_ptr<const StepProgram> program;
   std::deque<DeviceMemory> tables;
   struct Bound {
     std::vector<CUdeviceptr> key;  // the caches' addresses; none: bound to caches that are gone
@@ -165,7 +168,9 @@ namespace {
 class CudaDecode : public PlannedDecode {
  public:
   explicit CudaDecode(const DecodePlan& plan)
-      : PlannedDecode(plan, "NVIDIA"), pool_(StepPool::of(plan)), spare_(plan.layers.size()) {}
+      : PlannedDecode(plan, "NVIDIA"),
+        pool_(StepPool::of(plan)),
+        spare_(plan.model.layers.size()) {}
 
   ~CudaDecode() override {
     if (space_) {
@@ -173,49 +178,57 @@ class CudaDecode : public PlannedDecode {
     }
   }
 
-  void step(std::vector<CachePair>& layers, int position, const mx::array& token,
-            std::vector<mx::array>& out, mx::Stream s, int64_t& copied, int64_t& grown,
-            std::shared_ptr<void> owner) override {
+  void step(const std::vector<CachePair>& layers, const std::shared_ptr<Successors>& next,
+            int position, const mx::array& token, std::vector<mx::array>& out,
+            mx::Stream s) override {
     auto& encoder = mx::cu::get_command_encoder(s);
     encoder.device().make_current();
     // What MLX has queued goes first: from here on its stream is used directly.
     encoder.commit();
     const CUstream stream = encoder.stream();
+    // First, so that copies which are queued have their memory also when the step throws. A graph
+    // may still be running when another takes its place.
+    encoder.add_completed_handler([next = next, token, graphs = std::move(retired_)]() mutable {
+      graphs.clear();
+      next.reset();
+    });
+    retired_.clear();
 
-    std::vector<mx::array> replaced;  // kept until the step has run
-    prepare(layers, position, stream, replaced, copied, grown);
-    if (!program_ || capacities_ != capacities(layers) || options_ != set_options()) {
-      build(layers, stream);
+    next->make(
+        layers, position, held_alone,
+        [&](mx::Shape shape, mx::Dtype dtype, const std::optional<mx::array>& source, int rows) {
+          return padded(std::move(shape), dtype, source, rows, stream);
+        },
+        [&](size_t i, mx::Shape shape) {
+          const bool free = spare_[i] && held_alone(*spare_[i]);
+          return free ? *spare_[i] : device_array(std::move(shape), plan_.dtype);
+        });
+    const std::vector<Successors::Used> used = next->used(layers);
+    if (capacities_ != capacities(used) || options_ != set_options()) {
+      build(capacities(used), stream);
     }
-    std::vector<mx::array> next_conv = spare(layers, replaced);
-    CudaGraph& graph = graph_for(layers, next_conv);
+    CudaGraph& graph = graph_for(used);
 
     StepSpace& space = *space_;
     space.stream = stream;
+    const CUdeviceptr token_out = address(out[0]),
+                      logits_out = out.size() > 1 ? address(out[1]) : 0;
     check_cuda(
         cuMemsetD32Async(space.position.address(), static_cast<unsigned>(position), 1, stream),
         "position");
     check_cuda(cuMemcpyAsync(space.token.address(), address(token), 4, stream), "token");
     graph.launch(stream);
-    check_cuda(cuMemcpyAsync(address(out[0]), space.next.address(), 4, stream), "next token");
-    if (out.size() > 1) {
-      check_cuda(cuMemcpyAsync(address(out[1]), space.logits.address(), out[1].nbytes(), stream),
+    // From here on the caches are written: only a card that is lost fails.
+    check_cuda(cuMemcpyAsync(token_out, space.next.address(), 4, stream), "next token");
+    if (logits_out != 0) {
+      check_cuda(cuMemcpyAsync(logits_out, space.logits.address(), out[1].nbytes(), stream),
                  "logits");
     }
-    for (size_t i = 0, c = 0; i < layers.size(); ++i) {
-      if (plan_.layers[i].delta) {
-        spare_[i] = *layers[i].first;
-        layers[i].first = next_conv[c++];
+    for (size_t i = 0; i < used.size(); ++i) {
+      if (used[i].first_next != nullptr) {
+        spare_[i] = *used[i].first;
       }
     }
-    replaced.push_back(token);
-    // A graph may still be running when another takes its place.
-    encoder.add_completed_handler([owner = std::move(owner), kept = std::move(replaced),
-                                   graphs = std::move(retired_)]() mutable {
-      kept.clear();
-      graphs.clear();
-    });
-    retired_.clear();
   }
 
   std::vector<Timing> profile(mx::Stream s) override {
@@ -256,106 +269,43 @@ class CudaDecode : public PlannedDecode {
   }
 
  private:
-  // Every cache present, large enough, and ours alone where it is written.
-  void prepare(std::vector<CachePair>& layers, int position, CUstream stream,
-               std::vector<mx::array>& replaced, int64_t& copied, int64_t& grown) {
-    auto zeros = [&](mx::Shape shape, mx::Dtype dtype) {
-      mx::array a = device_array(std::move(shape), dtype);
+  static mx::array padded(mx::Shape shape, mx::Dtype dtype, const std::optional<mx::array>& source,
+                          int rows, CUstream stream) {
+    mx::array a = device_array(std::move(shape), dtype);
+    if (source && source->nbytes() == a.nbytes()) {
+      rows = 1;
+    } else {
       check_cuda(cuMemsetD8Async(address(a), 0, a.nbytes(), stream), "clearing a cache");
-      return a;
-    };
-    auto own = [&](mx::array& a) {
-      if (!held_alone(a)) {
-        mx::array copy = device_array(a.shape(), a.dtype());
-        check_cuda(cuMemcpyAsync(address(copy), address(a), a.nbytes(), stream),
-                   "copying a shared cache");
-        copied += static_cast<int64_t>(a.nbytes());
-        replaced.push_back(a);
-        a = copy;
-      }
-    };
-    for (size_t i = 0; i < layers.size(); ++i) {
-      auto& [first, second] = layers[i];
-      if (plan_.layers[i].delta) {
-        const DeltaLayer& d = *plan_.layers[i].delta;
-        if (!first) {
-          first = zeros({1, d.conv.shape(1) - 1, d.qkv.rows()}, plan_.dtype);
-        }
-        if (second) {
-          own(*second);
-        } else {
-          second = zeros({1, d.value_heads, d.value_dim, d.key_dim}, mx::float32);
-        }
-        continue;
-      }
-      const AttentionLayer& l = *plan_.layers[i].attention;
-      const int capacity = first ? first->shape(2) : 0;
-      for (auto* cache : {&first, &second}) {
-        if (position < capacity) {
-          own(**cache);
-          continue;
-        }
-        mx::array larger =
-            zeros({1, l.kv_heads, grown_capacity(capacity, position + 1), l.head_dim}, plan_.dtype);
-        if (*cache) {
-          const size_t row = (*cache)->nbytes() / l.kv_heads,
-                       new_row = larger.nbytes() / l.kv_heads;
-          for (int h = 0; h < l.kv_heads; ++h) {
-            check_cuda(cuMemcpyAsync(address(larger) + h * new_row, address(**cache) + h * row, row,
-                                     stream),
-                       "growing a cache");
-          }
-          grown += static_cast<int64_t>((*cache)->nbytes());
-          replaced.push_back(**cache);
-        }
-        *cache = larger;
-      }
     }
+    for (int r = 0; source && r < rows; ++r) {
+      const size_t from = source->nbytes() / rows, to = a.nbytes() / rows;
+      check_cuda(cuMemcpyAsync(address(a) + r * to, address(*source) + r * from, from, stream),
+                 "copying a cache");
+    }
+    return a;
   }
 
-  void build(const std::vector<CachePair>& layers, CUstream stream) {
-    capacities_ = capacities(layers);
+  void build(std::vector<int> capacities, CUstream stream) {
+    capacities_.clear();
     options_ = set_options();
     last_bindings_.reset();
-    program_ = programs_of(plan_)->at(capacities_, suited(options_));
+    program_ = programs_->at(capacities, suited(options_));
     if (!space_) {
       space_ = pool_->take(stream);
     }
     if (!space_) {
-      space_ = std::make_unique<StepSpace>(stream, 4 * size_t(plan_.head.rows()));
+      space_ = std::make_unique<StepSpace>(stream, 4 * size_t(plan_.model.head.rows()));
     }
     space_->serve(program_);
+    capacities_ = std::move(capacities);
   }
 
-  // Buffers for the conv states that this step writes.
-  std::vector<mx::array> spare(const std::vector<CachePair>& layers,
-                               std::vector<mx::array>& replaced) {
-    std::vector<mx::array> next;
-    for (size_t i = 0; i < layers.size(); ++i) {
-      if (!plan_.layers[i].delta) {
-        continue;
-      }
-      if (!spare_[i] || !held_alone(*spare_[i])) {
-        if (spare_[i]) {
-          replaced.push_back(*spare_[i]);
-        }
-        spare_[i] = device_array(layers[i].first->shape(), layers[i].first->dtype());
-      }
-      next.push_back(*spare_[i]);
-      spare_[i].reset();
-    }
-    return next;
-  }
-
-  CudaGraph& graph_for(const std::vector<CachePair>& layers,
-                       const std::vector<mx::array>& next_conv) {
+  CudaGraph& graph_for(const std::vector<Successors::Used>& used) {
     std::vector<CUdeviceptr> key;
-    for (const CachePair& pair : layers) {
-      key.push_back(address(*pair.first));
-      key.push_back(address(*pair.second));
-    }
-    for (const mx::array& a : next_conv) {
-      key.push_back(address(a));
+    for (const Successors::Used& u : used) {
+      for (const mx::array* a : {u.first, u.second, u.first_next}) {
+        key.push_back(a != nullptr ? address(*a) : 0);
+      }
     }
     auto& graphs = space_->graphs;
     auto it =
@@ -367,20 +317,11 @@ class CudaDecode : public PlannedDecode {
     last_bindings_.emplace(program_->program);
     Bindings& bindings = *last_bindings_;
     auto bind = [&](SlotId slot, const mx::array& a) { bindings.bind(slot, device_buffer(a)); };
-    const auto arrays = plan_.arrays();
-    for (size_t i = 0; i < arrays.size(); ++i) {
-      bind(program_->weights[i], *arrays[i]);
-    }
+    bind_weights(*program_, plan_, bind);
     for (size_t i = 0; i < space_->tables.size(); ++i) {
       bindings.bind(program_->tables[i].slot, space_->tables[i].buffer());
     }
-    for (size_t i = 0, c = 0; i < layers.size(); ++i) {
-      bind(program_->caches[i].first, *layers[i].first);
-      bind(program_->caches[i].second, *layers[i].second);
-      if (plan_.layers[i].delta) {
-        bind(program_->caches[i].first_next, next_conv[c++]);
-      }
-    }
+    bind_caches(*program_, used, bind);
     bindings.bind(program_->token, space_->token.buffer());
     bindings.bind(program_->position, space_->position.buffer());
     bindings.bind(program_->next, space_->next.buffer());
@@ -389,10 +330,12 @@ class CudaDecode : public PlannedDecode {
     // The graph used longest ago is bound anew, if its caches are gone or there are enough.
     std::shared_ptr<CudaGraph> graph;
     if (!graphs.empty() && (graphs.back().key.empty() || graphs.size() >= kGraphs)) {
-      graph = std::move(graphs.back().graph);
+      graph = retired_.emplace_back(std::move(graphs.back().graph));
       graphs.pop_back();
-      if (!graph->rebind(program_->program, bindings)) {
-        retired_.push_back(std::move(graph));
+      if (graph->rebind(program_->program, bindings)) {
+        retired_.pop_back();
+      } else {
+        graph.reset();
       }
     }
     if (!graph) {
@@ -403,21 +346,46 @@ class CudaDecode : public PlannedDecode {
   }
 
   std::optional<Bindings> last_bindings_;  // after program_, which it points to
-  DecodeOptions options_;                  // the ones set when program_ was built
+  StepOptions options_;                    // the ones set when program_ was built
   std::shared_ptr<StepPool> pool_;
   std::unique_ptr<StepSpace> space_;
   std::vector<std::optional<mx::array>> spare_;  // by layer
   std::vector<std::shared_ptr<CudaGraph>> retired_;
 };
 
+class CudaGpu : public Gpu {
+ public:
+  Target target() const override {
+    return Target::cuda;
+  }
+  void allocate(mx::array& out) const override {
+    allocate_on_device(out);
+  }
+  // data() would move the array to where the CPU can read it; buffers start at more than 16 bytes.
+  size_t start(const mx::array& a) const override {
+    return static_cast<size_t>(a.offset());
+  }
+  size_t alignment() const override {
+    return 16;
+  }
+  void run(mx::Stream stream, const std::shared_ptr<const LayerProgram>& layer,
+           const std::vector<mx::array>& in, const std::vector<mx::array>& out) const override {
+    run_on_cuda(stream, layer, in, out);
+  }
+  std::unique_ptr<GpuDecode> make_decode(const DecodePlan& plan) const override {
+    return std::make_unique<CudaDecode>(plan);
+  }
+};
+
 }  // namespace
 
-void set_cuda_decode_options(const DecodeOptions& options) {
-  set_options() = options;
+const Gpu* gpu() {
+  static const CudaGpu cuda;
+  return &cuda;
 }
 
-std::unique_ptr<GpuDecode> make_gpu_decode(const DecodePlan& plan) {
-  return std::make_unique<CudaDecode>(plan);
+void set_cuda_step_options(const StepOptions& options) {
+  set_options() = options;
 }
 
 }  // namespace lily

@@ -4,9 +4,9 @@
 #include <memory>
 #include <vector>
 
+#include "layer_program.h"
 #include "mlx/array.h"
 #include "mlx/stream.h"
-#include "programs/layer_programs.h"
 
 namespace lily {
 

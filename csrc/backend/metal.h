@@ -2,9 +2,9 @@
 #pragma once
 
 #include "backend/encoder.h"
+#include "layer_program.h"
 #include "mlx/array.h"
 #include "mlx/backend/metal/device.h"
-#include "programs/layer_programs.h"
 
 namespace lily {
 

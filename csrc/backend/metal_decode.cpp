@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "backend/gpu.h"
 #include "backend/metal.h"
 #include "backend/planned_decode.h"
 
@@ -13,50 +14,49 @@ class MetalDecode : public PlannedDecode {
  public:
   explicit MetalDecode(const DecodePlan& plan) : PlannedDecode(plan, "Metal") {}
 
-  void step(std::vector<CachePair>& layers, int position, const mx::array& token,
-            std::vector<mx::array>& out, mx::Stream s, int64_t& copied, int64_t& grown,
-            std::shared_ptr<void> owner) override {
-    auto& encoder = mx::metal::get_command_encoder(s);
-    prepare(layers, position, s, copied, grown);
-    if (!program_ || capacities_ != capacities(layers)) {
-      build(layers);
+  void step(const std::vector<CachePair>& layers, const std::shared_ptr<Successors>& next,
+            int position, const mx::array& token, std::vector<mx::array>& out,
+            mx::Stream s) override {
+    // First, so that copies which are queued have their memory also when the step throws.
+    keep_until_done(s, next);
+    next->make(
+        layers, position, [](const mx::array& a) { return a.is_donatable(); },
+        [&](mx::Shape shape, mx::Dtype dtype, const std::optional<mx::array>& source, int rows) {
+          mx::array a = fresh(std::move(shape), dtype);
+          copy(s, source, a, rows);
+          return a;
+        },
+        [&](size_t, mx::Shape shape) { return fresh(std::move(shape), plan_.dtype); });
+    const std::vector<Successors::Used> used = next->used(layers);
+    if (capacities_ != capacities(used)) {
+      build(capacities(used));
     }
     Bindings bindings = *weights_;
-    for (size_t i = 0; i < layers.size(); ++i) {
-      const DecodeProgram::Caches& slots = program_->caches[i];
-      auto& [first, second] = layers[i];
-      bind_metal(bindings, slots.first, *first);
-      bind_metal(bindings, slots.second, *second);
-      if (plan_.layers[i].delta) {
-        // The old conv state is only read, so it does not matter who else holds it.
-        mx::array next = fresh(first->shape(), first->dtype());
-        bind_metal(bindings, slots.first_next, next);
-        encoder.add_temporary(*first);
-        first = next;
-      }
-    }
+    bind_caches(*program_, used,
+                [&](SlotId slot, const mx::array& a) { bind_metal(bindings, slot, a); });
     const int32_t at = position;
     mx::array position_bytes = metal_bytes(sizeof at, &at);
     mx::array arena = metal_bytes(program_->program.arena_bytes());
     bind_metal(bindings, program_->position, position_bytes);
     bind_metal(bindings, program_->token, token);
     bind_metal(bindings, program_->next, out[0]);
+    auto& encoder = mx::metal::get_command_encoder(s);
     if (out.size() > 1) {
       bind_metal(bindings, program_->logits, out[1]);
     } else {
-      mx::array logits = fresh({plan_.head.rows()}, mx::float32);
+      mx::array logits = fresh({plan_.model.head.rows()}, mx::float32);
       bind_metal(bindings, program_->logits, logits);
       encoder.add_temporary(std::move(logits));
     }
     bindings.bind_arena({reinterpret_cast<uint64_t>(arena.buffer().ptr()), arena.buffer().ptr(),
                          arena.buffer_size()});
-    MetalEncoder(s).encode(program_->program, bindings);
     encoder.add_temporary(std::move(position_bytes));
     encoder.add_temporary(std::move(arena));
     for (const mx::array& table : tables_) {
       encoder.add_temporary(table);
     }
-    keep_until_done(s, std::move(owner));
+    // It compiles before it queues: what throws has written to no cache.
+    MetalEncoder(s).encode(program_->program, bindings);
   }
 
   std::vector<Timing> profile(mx::Stream) override {
@@ -89,72 +89,55 @@ class MetalDecode : public PlannedDecode {
     MetalEncoder(s).encode(program, bindings);
   }
 
-  // Every cache present, large enough, and ours alone where it is written.
-  void prepare(std::vector<CachePair>& layers, int position, mx::Stream s, int64_t& copied,
-               int64_t& grown) {
-    auto& encoder = mx::metal::get_command_encoder(s);
-    auto replace = [&](std::optional<mx::array>& a, mx::Shape shape, mx::Dtype dtype, int rows) {
-      mx::array next = fresh(std::move(shape), dtype);
-      copy(s, a, next, rows);
-      if (a) {
-        encoder.add_temporary(*a);
-      }
-      a = next;
-    };
-    for (size_t i = 0; i < layers.size(); ++i) {
-      auto& [first, second] = layers[i];
-      if (plan_.layers[i].delta) {
-        const DeltaLayer& d = *plan_.layers[i].delta;
-        if (!first) {
-          replace(first, {1, d.conv.shape(1) - 1, d.qkv.rows()}, plan_.dtype, 1);
-        }
-        if (!second || !second->is_donatable()) {
-          copied += second ? static_cast<int64_t>(second->nbytes()) : 0;
-          replace(second, {1, d.value_heads, d.value_dim, d.key_dim}, mx::float32, 1);
-        }
-        continue;
-      }
-      const AttentionLayer& l = *plan_.layers[i].attention;
-      const int capacity = first ? first->shape(2) : 0;
-      for (auto* cache : {&first, &second}) {
-        if (position >= capacity) {
-          grown += *cache ? static_cast<int64_t>((*cache)->nbytes()) : 0;
-          replace(*cache, {1, l.kv_heads, grown_capacity(capacity, position + 1), l.head_dim},
-                  plan_.dtype, l.kv_heads);
-        } else if (!(*cache)->is_donatable()) {
-          copied += static_cast<int64_t>((*cache)->nbytes());
-          replace(*cache, (*cache)->shape(), plan_.dtype, l.kv_heads);
-        }
-      }
-    }
-  }
-
-  void build(const std::vector<CachePair>& layers) {
-    capacities_ = capacities(layers);
-    DecodeOptions options;
+  void build(std::vector<int> capacities) {
+    capacities_.clear();
+    StepOptions options;
     options.logits = true;
     weights_.reset();
-    program_ = programs_of(plan_)->at(capacities_, options);
+    program_ = programs_->at(capacities, options);
     weights_.emplace(program_->program);
-    const auto arrays = plan_.arrays();
-    for (size_t i = 0; i < arrays.size(); ++i) {
-      bind_metal(*weights_, program_->weights[i], *arrays[i]);
-    }
+    bind_weights(*program_, plan_,
+                 [&](SlotId slot, const mx::array& a) { bind_metal(*weights_, slot, a); });
     tables_.clear();
     for (const auto& table : program_->tables) {
       tables_.push_back(metal_bytes(table.data.size(), table.data.data()));
       bind_metal(*weights_, table.slot, tables_.back());
     }
+    capacities_ = std::move(capacities);
   }
 
   std::optional<Bindings> weights_;  // after program_, which it points to
   std::vector<mx::array> tables_;
 };
 
+class MetalGpu : public Gpu {
+ public:
+  Target target() const override {
+    return mx::metal::is_nax_available() ? Target::metal_nax : Target::metal;
+  }
+  void allocate(mx::array& out) const override {
+    lily::allocate(out);
+  }
+  size_t start(const mx::array& a) const override {
+    return reinterpret_cast<uintptr_t>(a.data<char>());
+  }
+  size_t alignment() const override {
+    return 8;
+  }
+  void run(mx::Stream stream, const std::shared_ptr<const LayerProgram>& layer,
+           const std::vector<mx::array>& in, const std::vector<mx::array>& out) const override {
+    run_on_metal(stream, layer, in, out);
+  }
+  std::unique_ptr<GpuDecode> make_decode(const DecodePlan& plan) const override {
+    return std::make_unique<MetalDecode>(plan);
+  }
+};
+
 }  // namespace
 
-std::unique_ptr<GpuDecode> make_gpu_decode(const DecodePlan& plan) {
-  return std::make_unique<MetalDecode>(plan);
+const Gpu* gpu() {
+  static const MetalGpu metal;
+  return &metal;
 }
 
 }  // namespace lily

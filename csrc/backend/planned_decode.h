@@ -8,17 +8,19 @@
 
 #include "primitives/decode.h"
 #include "primitives/gpu_decode.h"
-#include "programs/metal_host.h"
+#include "primitives/successors.h"
+#include "run.h"
 
 namespace lily {
 
 class PlannedDecode : public GpuDecode {
  protected:
   // `backend` opens the sentence of an error.
-  PlannedDecode(const DecodePlan& plan, const std::string& backend) : plan_(plan) {
-    const std::string& refusal = programs_of(plan)->refusal;  // the plan keeps it
-    if (!refusal.empty()) {
-      throw std::invalid_argument("lily_mlx, " + backend + ": no decode kernel: " + refusal);
+  PlannedDecode(const DecodePlan& plan, const std::string& backend)
+      : plan_(plan), programs_(programs_of(plan, gpu_target())) {
+    if (!programs_->choice) {
+      throw std::invalid_argument("lily_mlx, " + backend +
+                                  ": no decode kernel: " + programs_->choice.reason);
     }
     for (const mx::array* a : plan.arrays()) {
       if (!a->flags().row_contiguous) {
@@ -29,18 +31,10 @@ class PlannedDecode : public GpuDecode {
     }
   }
 
-  // Rows of each layer's keys and values, 0 for DeltaNet layers.
-  std::vector<int> capacities(const std::vector<CachePair>& layers) const {
-    std::vector<int> c;
-    for (size_t i = 0; i < layers.size(); ++i) {
-      c.push_back(plan_.layers[i].delta ? 0 : layers[i].first->shape(2));
-    }
-    return c;
-  }
-
-  const DecodePlan& plan_;  // the state that owns this keeps it alive
-  std::shared_ptr<const DecodeProgram> program_;
-  std::vector<int> capacities_;  // that program_ was built for
+  const DecodePlan& plan_;  // whoever steps keeps it alive
+  const std::shared_ptr<StepPrograms> programs_;
+  std::shared_ptr<const StepProgram> program_;
+  std::vector<int> capacities_;  // that program_ was built for: set once all is built
 };
 
 }  // namespace lily

@@ -2,11 +2,10 @@
 
 #include <sstream>
 
-#ifdef LILY_CUDA
-#include "backend/cuda_memory.h"
-#endif
+#include "backend/gpu.h"
 #include "mlx/allocator.h"
 #include "mlx/ops.h"
+#include "run.h"
 
 namespace lily {
 
@@ -18,6 +17,18 @@ std::string shape_text(const mx::array& a) {
   }
   out << ']';
   return out.str();
+}
+
+void fail(const char* op, const std::string& text) {
+  throw std::invalid_argument(std::string(op) + ": " + text);
+}
+
+int64_t rows_of(const mx::array& x) {
+  return x.shape(-1) == 0 ? 0 : static_cast<int64_t>(x.size()) / x.shape(-1);
+}
+
+mx::cpu::CommandEncoder& encoder(mx::Stream s) {
+  return mx::cpu::get_command_encoder(s);
 }
 
 Type type_of(mx::Dtype dtype, const char* what) {
@@ -35,6 +46,10 @@ Type type_of(mx::Dtype dtype, const char* what) {
   throw std::invalid_argument(out.str());
 }
 
+mx::Dtype dtype_of(Type t) {
+  return t == Type::f32 ? mx::float32 : t == Type::f16 ? mx::float16 : mx::bfloat16;
+}
+
 Weight::Weight(mx::array w, std::optional<mx::array> s, std::optional<mx::array> b, int bits,
                int group)
     : weight(std::move(w)), scales(std::move(s)), biases(std::move(b)), bits(bits), group(group) {
@@ -48,11 +63,8 @@ Weight::Weight(mx::array w, std::optional<mx::array> s, std::optional<mx::array>
       fail("scales or biases given with bits 0; give bits and group of the quantized weight");
     }
   } else {
-    if (bits != 4 && bits != 8) {
-      fail("bits is " + std::to_string(bits) + "; use 4 or 8, or 0 for plain elements");
-    }
-    if (group != 32 && group != 64 && group != 128) {
-      fail("group is " + std::to_string(group) + "; use 32, 64 or 128");
+    if (Choice c = check_format({0, 0, bits, group, 1, Type::f32, "affine"}); !c) {
+      fail(c.reason);
     }
     if (!scales || !biases) {
       fail("affine codes need scales and biases");
@@ -72,9 +84,27 @@ Weight::Weight(mx::array w, std::optional<mx::array> s, std::optional<mx::array>
            std::to_string(bits) + " bits in groups of " + std::to_string(group));
     }
   }
-  if (cols() % 32 != 0) {
-    fail("the last axis has " + std::to_string(cols()) + " elements; it must be a multiple of 32");
+  if (Choice c = check_matrix(Target::cpu, Type::f32, spec()); !c) {
+    fail(c.reason);
   }
+}
+
+MatrixSpec Weight::spec() const {
+  return {rows(), cols(), bits, group, experts(), type_of(dtype(), "a weight"), "affine"};
+}
+
+VectorSpec spec_of(const mx::array& vector) {
+  return {static_cast<int>(vector.size()), type_of(vector.dtype(), "a parameter")};
+}
+
+ModelSpec specs_of(const Model<Weights>& model) {
+  return convert_model<Specs>(model, [](const std::string&, const auto& x) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(x)>, Weight>) {
+      return x.spec();
+    } else {
+      return spec_of(*x);
+    }
+  });
 }
 
 Format append(const Weight& w, std::vector<mx::array>& inputs) {
@@ -124,7 +154,7 @@ Matrix make_matrix(const mx::array& w, const mx::array* s, const mx::array* b, F
     return m;
   }
   m.type = type_of(s->dtype(), "scales");
-  m.cols = w.shape(-1) * (32 / format.bits);
+  m.cols = w.shape(-1) * 32 / format.bits;
   m.scales = s->data<char>();
   m.biases = b->data<char>();
   m.scale_row = s->strides(-2);
@@ -133,6 +163,20 @@ Matrix make_matrix(const mx::array& w, const mx::array* s, const mx::array* b, F
 }
 
 }  // namespace
+
+std::vector<MatrixSpec> specs_at(const std::vector<mx::array>& inputs, size_t cursor,
+                                 const std::vector<Format>& formats) {
+  std::vector<MatrixSpec> specs;
+  for (const Format& f : formats) {
+    const mx::array& w = inputs.at(cursor);
+    const mx::array& typed = f.bits == 0 ? w : inputs.at(cursor + 1);
+    specs.push_back({w.shape(-2), f.bits == 0 ? w.shape(-1) : w.shape(-1) * 32 / f.bits, f.bits,
+                     f.group, w.ndim() == 3 ? w.shape(0) : 1, type_of(typed.dtype(), "a weight"),
+                     "affine"});
+    cursor += f.bits == 0 ? 1 : 3;
+  }
+  return specs;
+}
 
 Matrix matrix_at(const std::vector<mx::array>& inputs, size_t& cursor, Format format) {
   const mx::array& w = inputs.at(cursor);
@@ -179,18 +223,29 @@ mx::array fresh(mx::Shape shape, mx::Dtype dtype) {
 }
 
 void Primitive::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  const Gpu& gpu = require_gpu(name());
   for (auto& out : outputs) {
-#ifdef LILY_CUDA
-    allocate_on_device(out);
-#else
-    allocate(out);
-#endif
+    gpu.allocate(out);
   }
-  if (!run_program(inputs, outputs)) {
+  if (!runs_program(inputs, outputs)) {
     throw std::runtime_error(std::string("lily_mlx: ") + name() +
                              " has no GPU kernel for these arrays (mixed dtypes, or strided ones); "
                              "load the model with engine=\"stock\"");
   }
+}
+
+const Gpu& require_gpu(const std::string& name) {
+  if (gpu() == nullptr) {
+    throw std::runtime_error("lily_mlx: " + name +
+                             " has no GPU backend in this build; load the model with "
+                             "engine=\"stock\"");
+  }
+  return *gpu();
+}
+
+bool Primitive::runs_program(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  const Target target = target_of(stream());
+  return target != Target::cpu && run_program(target, in, out);
 }
 
 void Primitive::refuse_gradient() {

@@ -6,10 +6,12 @@
 #include <string>
 #include <vector>
 
+#include "choice.h"
 #include "mlx/array.h"
+#include "mlx/backend/cpu/encoder.h"
 #include "mlx/primitives.h"
 #include "mlx/utils.h"
-#include "reference/types.h"
+#include "spec.h"
 
 namespace lily {
 
@@ -24,6 +26,8 @@ struct Weight {
   int bits = 0;
   int group = 0;
 
+  Weight() : weight(mx::Shape{0, 0}, mx::float32, nullptr, {}) {}
+  // Throws std::invalid_argument for a format that has no kernel on any device.
   Weight(mx::array weight, std::optional<mx::array> scales, std::optional<mx::array> biases,
          int bits, int group);
 
@@ -31,7 +35,7 @@ struct Weight {
     return weight.shape(-2);
   }
   int cols() const {
-    return bits == 0 ? weight.shape(-1) : weight.shape(-1) * (32 / bits);
+    return bits == 0 ? weight.shape(-1) : weight.shape(-1) * 32 / bits;
   }
   int experts() const {
     return weight.ndim() == 3 ? weight.shape(0) : 1;
@@ -39,7 +43,18 @@ struct Weight {
   mx::Dtype dtype() const {
     return bits == 0 ? weight.dtype() : scales->dtype();
   }
+  MatrixSpec spec() const;
 };
+
+// What stands for a weight in a plan (spec.h).
+struct Weights {
+  using Matrix = Weight;
+  using Vector = std::optional<mx::array>;
+};
+
+VectorSpec spec_of(const mx::array& vector);
+// Shapes, formats and dtypes of a part of a plan.
+ModelSpec specs_of(const Model<Weights>& model);
 
 // How a Weight lies in a primitive's inputs: weight, then scales and biases when bits != 0.
 struct Format {
@@ -48,10 +63,14 @@ struct Format {
 };
 
 Type type_of(mx::Dtype dtype, const char* what);
+mx::Dtype dtype_of(Type t);
 
 // Appends w's arrays to inputs and returns its format.
 Format append(const Weight& w, std::vector<mx::array>& inputs);
 
+// Shapes of the matrices at in[cursor ...].
+std::vector<MatrixSpec> specs_at(const std::vector<mx::array>& inputs, size_t cursor,
+                                 const std::vector<Format>& formats);
 // Reads the matrix at inputs[cursor] and moves the cursor past it. Evaluated arrays only.
 Matrix matrix_at(const std::vector<mx::array>& inputs, size_t& cursor, Format format);
 Matrix matrix_of(const Weight& w);
@@ -84,9 +103,11 @@ class Primitive : public mx::Primitive {
                                                            const std::vector<int>&) override;
 
  protected:
-  // Queues this primitive's Program on the stream, where its kernels run there
-  // (programs/metal_host.h). Outputs are allocated. False: nothing was queued.
-  virtual bool run_program(const std::vector<mx::array>&, std::vector<mx::array>&) {
+  // Queues this primitive's Program on its stream where kernels run there; false: nothing was
+  // queued, and the reference is to run. Outputs are allocated.
+  bool runs_program(const std::vector<mx::array>& in, std::vector<mx::array>& out);
+  // The same for kernels of `target`; false where none serves these arrays.
+  virtual bool run_program(Target, const std::vector<mx::array>&, std::vector<mx::array>&) {
     return false;
   }
 
@@ -94,6 +115,19 @@ class Primitive : public mx::Primitive {
   [[noreturn]] void refuse_gradient();
 };
 
+using Arrays = std::vector<mx::array>;
+
 std::string shape_text(const mx::array& a);
+
+// Throws std::invalid_argument with the op's name before the text.
+[[noreturn]] void fail(const char* op, const std::string& text);
+
+int64_t rows_of(const mx::array& x);
+
+mx::cpu::CommandEncoder& encoder(mx::Stream s);
+
+// The backend of this build, or an error that names the way out.
+class Gpu;
+const Gpu& require_gpu(const std::string& name);
 
 }  // namespace lily

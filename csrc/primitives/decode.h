@@ -12,59 +12,18 @@
 #include <vector>
 
 #include "primitives/gpu_decode.h"
-#include "primitives/layers.h"
+#include "primitives/plan.h"
 
 namespace lily {
 
-struct DeltaLayer {
-  Weight qkv, z, b, a, out;
-  mx::array conv, A_log, dt_bias, norm;
-  int key_heads, value_heads, key_dim, value_dim;
-  float norm_eps;
-};
-
-struct AttentionLayer {
-  Weight q, k, v, out;
-  mx::array q_norm, k_norm;
-  int heads, kv_heads, head_dim, rotary;
-  float rope_base, norm_eps;
-};
-
-struct DecodeLayer {
-  mx::array input_norm, post_norm;
-  std::optional<DeltaLayer> delta;
-  std::optional<AttentionLayer> attention;
-  MoeLayer moe;
-};
-
-struct HostPlan;
-class DecodePrograms;
-class StepPool;
-
-// The model's weights, evaluated and checked once; immutable afterwards.
-struct DecodePlan {
-  Weight embedding;
-  std::vector<DecodeLayer> layers;
-  mx::array final_norm;
-  Weight head;
-  mx::Dtype dtype;  // of activations
-  float eps;
-  mutable std::shared_ptr<DecodePrograms> programs;  // see programs_of
-  mutable std::shared_ptr<HostPlan> host;            // these with weights bound, on the Metal host
-  mutable std::shared_ptr<StepPool> steps;           // what ended sequences leave, on NVIDIA
-
-  // Evaluates every array and throws on the first that does not fit.
-  void prepare();
-  std::vector<const mx::array*> arrays() const;
-};
-
 // The caches of one sequence. A layer has (conv state, delta state) or (keys, values), absent until
 // first needed. Buffers are written in place only while nothing else holds them; otherwise the step
-// copies first.
+// copies first. Steps hold the plan, and the state does not: caches that outlive their model keep
+// no weights, but for steps that nobody has evaluated yet.
 class DecodeState {
  public:
-  DecodeState(std::shared_ptr<const DecodePlan> plan)
-      : plan_(std::move(plan)), layers_(plan_->layers.size()) {}
+  DecodeState(const std::shared_ptr<const DecodePlan>& plan)
+      : plan_(plan), layers_(plan->model.layers.size()) {}
 
   // Takes a layer's arrays over from Python. They are made contiguous and evaluated here.
   void put(int layer, std::optional<mx::array> first, std::optional<mx::array> second);
@@ -83,18 +42,18 @@ class DecodeState {
   }
   // See GpuDecode::profile; empty on the CPU.
   std::vector<GpuDecode::Timing> profile(mx::StreamOrDevice s = {}) {
+    auto weights = plan();
     return gpu_ ? gpu_->profile(mx::to_stream(s)) : std::vector<GpuDecode::Timing>{};
   }
   bool whole() const {
     return whole_;
   }
-  const DecodePlan& plan() const {
-    return *plan_;
-  }
+  // Throws where the plan is gone.
+  std::shared_ptr<const DecodePlan> plan() const;
 
  private:
   friend class DecodeStep;
-  std::shared_ptr<const DecodePlan> plan_;
+  std::weak_ptr<const DecodePlan> plan_;
   std::mutex mutex_;  // threads may share caches: what follows is theirs one at a time
   std::vector<CachePair> layers_;
   std::unique_ptr<GpuDecode> gpu_;  // made by the first step on a GPU

@@ -12,6 +12,7 @@
 namespace lily {
 
 struct DecodePlan;
+struct Successors;
 
 // The caches of one layer: (conv state, DeltaNet state) or (keys, values), absent until first
 // needed.
@@ -23,12 +24,12 @@ class GpuDecode {
  public:
   virtual ~GpuDecode() = default;
 
-  // Queues one step. `layers` are the state's caches, replaced where they grow or somebody else
-  // holds them; out is {next token} or {next token, logits}, already allocated. Adds to the counts
-  // of bytes copied. `owner` is kept alive until the step has run.
-  virtual void step(std::vector<CachePair>& layers, int position, const mlx::core::array& token,
-                    std::vector<mlx::core::array>& out, mlx::core::Stream stream, int64_t& copied,
-                    int64_t& grown, std::shared_ptr<void> owner) = 0;
+  // Queues one step. `layers` are the state's caches, and `next` gets what takes their place once
+  // this has returned: a step that throws changes neither `layers` nor what they hold. `next` is
+  // kept until the step has run. out is {next token} or {next token, logits}, already allocated.
+  virtual void step(const std::vector<CachePair>& layers, const std::shared_ptr<Successors>& next,
+                    int position, const mlx::core::array& token, std::vector<mlx::core::array>& out,
+                    mlx::core::Stream stream) = 0;
 
   // Times the last step's kernels on the caches as they are: the dispatches of one label run after
   // each other, over all layers, so that weights come from memory. Results are not kept.
@@ -39,10 +40,6 @@ class GpuDecode {
   };
   virtual std::vector<Timing> profile(mlx::core::Stream stream) = 0;
 };
-
-// The backend of this build, or an error that names the way out. Defined by the backend that is
-// compiled in.
-std::unique_ptr<GpuDecode> make_gpu_decode(const DecodePlan& plan);
 
 // Rows that keys and values are given when `needed` no longer fit in `capacity`: whole blocks of
 // 256, and an eighth more than there was, so that a long generation copies each key a few times

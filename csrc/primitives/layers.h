@@ -43,17 +43,9 @@ mx::array attend(const mx::array& q, const mx::array& keys, const mx::array& val
                  const mx::array& q_gate, const std::optional<mx::array>& mask, bool causal,
                  mx::StreamOrDevice s = {});
 
-struct MoeLayer {
-  Weight router, gate, up, down, shared_gate, shared_up, shared_down, shared_router;
-  int top_k;
-  bool normalize;
-
-  std::vector<const Weight*> weights() const {
-    return {&router, &gate, &up, &down, &shared_gate, &shared_up, &shared_down, &shared_router};
-  }
-  // Throws unless the shapes fit each other and `hidden`.
-  void check(int hidden) const;
-};
+using MoeLayer = Moe<Weights>;
+// Throws unless the shapes fit each other and `hidden`.
+void check(const MoeLayer& layer, int hidden);
 
 // x [..., hidden] -> y of the same shape and dtype.
 mx::array moe(const mx::array& x, const MoeLayer& layer, mx::StreamOrDevice s = {});

@@ -47,18 +47,6 @@ def _spans(numbers: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
-def kernels() -> dict[str, list[str]]:
-    """The kernels there are for MLX's default device, by the kind of work."""
-    from lily_mlx import selection
-
-    device = selection.device_name()
-    found: dict[str, list[str]] = {}
-    for kind, on, kernel, _ in selection.table():
-        if on == device:
-            found.setdefault(kind, []).append(kernel)
-    return found
-
-
 def collect(model: str | None) -> dict[str, Any]:
     """Everything the command prints; ``model`` None leaves the modules out."""
     import lily_mlx
@@ -67,7 +55,6 @@ def collect(model: str | None) -> dict[str, Any]:
         "machine": machine(),
         "versions": versions(),
         "backend": lily_mlx.backend_info(),
-        "kernels": kernels(),
     }
     if model is not None:
         from lily_mlx.loading import load
@@ -84,8 +71,6 @@ def render(found: dict[str, Any]) -> str:
         "versions  " + ", ".join(f"{name} {v}" for name, v in found["versions"].items()),
     ]
     lines += [f"{name:9} {value}" for name, value in found["backend"].items()]
-    offered = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in found["kernels"].items())
-    lines.append(f"kernels   {offered or 'none for this device'}")
     if "model" in found:
         modules = found["model"]["modules"]
         served = sum(m["count"] for m in modules if m["kernel"])

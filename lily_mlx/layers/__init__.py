@@ -2,8 +2,8 @@
 
 from .attention import Attention
 from .gated_delta_net import GatedDeltaNet
-from .linear import LINEAR, project
+from .linear import project
 from .moe import SparseMoeBlock
 from .norm import RMSNorm
 
-__all__ = ["LINEAR", "Attention", "GatedDeltaNet", "RMSNorm", "SparseMoeBlock", "project"]
+__all__ = ["Attention", "GatedDeltaNet", "RMSNorm", "SparseMoeBlock", "project"]

@@ -9,9 +9,9 @@ import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
-from lily_mlx import ops
+from lily_mlx import ops, selection, spec
 from lily_mlx.layers.linear import choose, project
-from lily_mlx.selection import Choice, device_name, query
+from lily_mlx.selection import TRAINING, Choice, device_name
 
 
 class Attention(Qwen3NextAttention):
@@ -26,16 +26,13 @@ class Attention(Qwen3NextAttention):
 
     def choice(self, dtype: mx.Dtype, mask: Any = "causal") -> Choice:
         """The kernel that serves this layer for activations of `dtype`, or why none does."""
+        if self.training:
+            return TRAINING
         refused = self.refusal()
         if refused is not None:
             return refused
-        return query(
-            "attention",
-            dtype=dtype,
-            head_dim=self.head_dim,
-            mask=_mask_kind(mask),
-            training=self.training,
-        )
+        numbers = {k: v for k, v in spec.attention(self).items() if not isinstance(v, nn.Module)}
+        return selection.attention(dtype, spec.shape_of(numbers), mask=_mask_kind(mask))
 
     def report(self, dtype: mx.Dtype) -> list[tuple[str, str, Choice]]:
         """(name, kind, choice) of each part of this layer."""

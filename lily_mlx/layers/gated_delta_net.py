@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3_5
 
-from lily_mlx import ops
+from lily_mlx import ops, selection, spec
 from lily_mlx.layers.linear import choose, project
-from lily_mlx.selection import Choice, query
+from lily_mlx.selection import ANY_ROWS, TRAINING, Choice
 
 
 class GatedDeltaNet(qwen3_5.GatedDeltaNet):
@@ -24,18 +24,16 @@ class GatedDeltaNet(qwen3_5.GatedDeltaNet):
             return Choice(None, "module", "conv1d is no plain convolution without bias.")
         return None
 
-    def choice(self, dtype: mx.Dtype) -> Choice:
+    def choice(self, dtype: mx.Dtype, rows: int = ANY_ROWS, masked: bool = False) -> Choice:
         """The kernel that serves this layer for activations of `dtype`, or why none does."""
+        if self.training:
+            return TRAINING
         refused = self.refusal()
         if refused is not None:
             return refused
-        return query(
-            "gated_delta",
-            dtype=dtype,
-            key_dim=self.head_k_dim,
-            value_dim=self.head_v_dim,
-            training=self.training,
-        )
+        numbers = {k: v for k, v in spec.gated_delta(self).items() if not isinstance(v, nn.Module)}
+        shape = spec.shape_of(numbers)
+        return selection.gated_delta(dtype, shape, rows=rows, masked=masked)
 
     def report(self, dtype: mx.Dtype) -> list[tuple[str, str, Choice]]:
         """(name, kind, choice) of each part of this layer."""
@@ -48,14 +46,16 @@ class GatedDeltaNet(qwen3_5.GatedDeltaNet):
         self, inputs: mx.array, mask: mx.array | None = None, cache: Any | None = None
     ) -> mx.array:
         """inputs [B, T, hidden] -> the same; cache: mlx-lm's ArraysCache, mask [B, T] bool."""
-        if not self.choice(inputs.dtype):
+        rows = inputs.shape[0] * inputs.shape[1]
+        if not self.choice(inputs.dtype, rows, mask is not None):
             return super().__call__(inputs, mask, cache)
         qkv, z, b, a = project(
             inputs, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
         )
         out, conv_state, state = ops.gated_delta(
             qkv, z, b, a,
-            self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self.norm.eps,
+            self.conv1d.weight, self.A_log.astype(mx.float32), self.dt_bias,
+            self.norm.weight, self.norm.eps,
             key_heads=self.num_k_heads, value_heads=self.num_v_heads,
             key_dim=self.head_k_dim, value_dim=self.head_v_dim,
             conv_state=cache[0] if cache is not None else None,

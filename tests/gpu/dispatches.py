@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from kernels import reference as ref
 
-from lily_mlx import _ext, kernels, ptx
+from lily_mlx import _ext, kernels
 
 A = ref.BF16
 F64 = np.float64
@@ -418,6 +418,13 @@ def capacity_of(context: int) -> int:
     return max(256, (context + 255) // 256 * 256)
 
 
+def distinct_layers(shapes: dict[str, Any]) -> dict[str, Any]:
+    """The shapes with one layer of each kind, and the last, whose pick asks for no weights."""
+    *others, last = shapes["layers"]
+    layers = [layer for i, layer in enumerate(others) if layer not in others[:i]]
+    return {**shapes, "layers": [*layers, last]}
+
+
 def run_program(
     shapes: dict[str, Any],
     run: Executor,
@@ -429,16 +436,15 @@ def run_program(
     """Check every different dispatch of a decode step after which the caches hold `context` tokens.
 
     Args:
-        shapes: as `lily_mlx.trace.dims` gives them.
+        shapes: as `lily_mlx.spec.model` gives them.
         only: chooses dispatches by label.
-        options: of the decode step's Program; by default those of the NVIDIA backend.
+        options: changes to the decode step's Program on an NVIDIA GPU.
     """
     kernels.load()
     entries = {k["kernel"]: k for k in json.loads((kernels.folder() / "manifest.json").read_text())}
     capacity = capacity or capacity_of(context)
-    options = ptx.NVIDIA if options is None else options
-    few = ptx.distinct_layers(shapes)
-    built = _ext.decode_program(few, capacity, {**options, "context": context})
+    few = distinct_layers(shapes)
+    built = _ext.step_program("cuda", few, capacity, {**(options or {}), "context": context})
     kept: dict[str, Any] = {}
     seen = set()
     for i in range(len(built.program)):

@@ -33,27 +33,27 @@ class Host:
 
 
 class Gpu:
-    """PTX from the package and from further folders; needs numpy and the NVIDIA driver."""
+    """PTX from the package and from further archives; needs numpy and the NVIDIA driver."""
 
-    def __init__(self, *folders: Path):
+    def __init__(self, *archives: Path):
         cuda.driver()
-        self.entries: dict[str, tuple[Path, str]] = {}
-        for folder in (ptx.FOLDER, *folders):
-            ptx.register(self._add, folder)
-        self._program = cache(lambda path: cuda.Program(path.read_bytes()))
+        self.entries: dict[str, tuple[str, str]] = {}
+        for path in (ptx.PACKAGED, *archives):
+            ptx.register(self._add, path)
+        self._program = cache(lambda text: cuda.Program(text.encode()))
         manifest = json.loads((kernels.folder() / "manifest.json").read_text())
         self.arguments = {k["kernel"]: k["arguments"] for k in manifest}
 
-    def _add(self, key: str, path: str, entry: str) -> None:
-        self.entries[key] = (Path(path), entry)
+    def _add(self, key: str, text: str, entry: str) -> None:
+        self.entries[key] = (text, entry)
 
     def __call__(self, d: dict[str, Any], arrays: dict[int, np.ndarray], key: str) -> None:
         if key not in self.entries:
             raise HostError(
                 f"{d['kernel']} ({d['label']}) is not compiled with these constants; where "
-                "clang is, python -m tests.gpu.kernels make FOLDER, and give run that folder."
+                "clang is, python -m tests.gpu.kernels make FILE, and give run that file."
             )
-        path, entry = self.entries[key]
+        text, entry = self.entries[key]
         written = {a["index"] for a in d["arguments"] if a.get("access", "read") != "read"}
         values = {a["index"]: a["value"] for a in d["arguments"] if "value" in a}
         # Arrays that are only read are not copied back; their memory may be written elsewhere.
@@ -72,7 +72,7 @@ class Gpu:
                 arguments.append(array)
             else:
                 arguments.append(None)
-        self._program(path).launch(entry, arguments, tuple(d["grid"]), tuple(d["threadgroup"]))
+        self._program(text).launch(entry, arguments, tuple(d["grid"]), tuple(d["threadgroup"]))
 
 
 def _base(array: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Each kernel of a decode step at the shapes of Qwen3.6-35B-A3B, on an NVIDIA GPU, against numpy.
 
-python -m tests.gpu.kernels make FOLDER    with clang: the PTX that the package does not carry
-python -m tests.gpu.kernels run [FOLDER]   with a GPU: needs the package, numpy and the driver
-python -m tests.gpu.kernels host           with clang: the same on the CPU (minutes)
+python -m tests.gpu.kernels make FILE     with clang: the PTX that the package does not carry
+python -m tests.gpu.kernels run [FILE]    with a GPU: needs the package, numpy and the driver
+python -m tests.gpu.kernels host          with clang: the same on the CPU (minutes)
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ for place in (ROOT, ROOT / "tests"):
     if str(place) not in sys.path:
         sys.path.insert(0, str(place))
 
-from benchmarks import ledger  # noqa: E402
-from lily_mlx import kernels, ptx, trace  # noqa: E402
+from lily_mlx import ptx, spec  # noqa: E402
+from lily_mlx.shapes import qwen3_6_35b_a3b  # noqa: E402
 from metal.host.toolchain import HostError  # noqa: E402
 
 from . import dispatches, executors  # noqa: E402
@@ -30,7 +30,7 @@ CONTEXTS = ((1, None), (255, None), (256, None), (1025, None), (5000, None), (3,
 
 
 def shapes() -> dict[str, Any]:
-    return trace.dims(ledger.model().language_model)
+    return spec.model(qwen3_6_35b_a3b().language_model)
 
 
 def outcomes(run: dispatches.Executor) -> Iterator[tuple[str, dispatches.Outcome]]:
@@ -49,16 +49,14 @@ def _attention(label: str) -> bool:
     return label in ("attention", "attention prepare", "attention merge")
 
 
-def make(folder: Path) -> None:
+def make(path: Path) -> None:
     """Compile what the package does not carry."""
     capacities = [rows or dispatches.capacity_of(context) for context, rows in CONTEXTS]
     found = ptx.decode_pipelines(shapes(), capacities)
-    carried: set[str] = set()
-    ptx.register(lambda key, *_: carried.add(key))
-    missing = {key: pipeline for key, pipeline in found.items() if key not in carried}
-    count = ptx.build(missing.values(), kernels.folder(), folder)
-    print(f"{folder}: {len(missing)} of {len(found)} pipelines are not in the package, "
-          f"{count} compiled now")  # fmt: skip
+    missing = ptx.not_packaged(found)
+    count = ptx.build(missing.values(), path)
+    print(f"{path}: {len(missing)} of {len(found)} pipelines are not in the package, "
+          f"{count} of them new")  # fmt: skip
 
 
 def run(executor: dispatches.Executor) -> list[str]:

@@ -4,7 +4,7 @@ python -m tests.gpu.sanitize [TOOL ...]   memcheck, racecheck, initcheck; a line
 python -m tests.gpu.sanitize steps        a part of what runs under them, by itself: steps, chunk
 
 compute-sanitizer comes with CUDA, or with the package nvidia-cuda-sanitizer-api; --sanitizer names
-it where it is not found. Only kernels of the PTX folder are checked, by their exact names, since
+it where it is not found. Only kernels of the package's PTX are checked, by their exact names, since
 what MLX's own kernels do is not ours; under initcheck all are, since only then their writes count.
 Before memcheck a read past a buffer is planted, to show that the tool sees our kernels. Before the
 chunk, a product of zeros by MLX alone shows whether the tool can follow MLX's matrix products. With
@@ -33,10 +33,10 @@ CAPACITY = 1024  # rows of keys and values at which a step is cut into splits an
 
 def entries() -> list[str]:
     """The names of our kernels as the GPU knows them."""
-    from lily_mlx import ptx
+    from lily_mlx import ptx_archive
 
-    index = json.loads((ptx.FOLDER / "index.json").read_text())
-    return sorted({entry for _, entry in index.values()})
+    pipelines = ptx_archive.read(ptx_archive.PACKAGED).pipelines
+    return sorted({entry for _, entry in pipelines.values()})
 
 
 def attention_of_sums(q, keys, values, *, cache, scale, mask):
@@ -100,16 +100,16 @@ def plant() -> None:
     """One of our kernels on a buffer that is too short."""
     import numpy as np
 
-    from lily_mlx import kernels, ptx
+    from lily_mlx import kernels, ptx_archive
     from metal.host import cuda
 
     manifest = json.loads((kernels.folder() / "manifest.json").read_text())
     arguments = next(k["arguments"] for k in manifest if k["kernel"] == PLANTED)
-    index = json.loads((ptx.FOLDER / "index.json").read_text())
-    name = next(file for file, entry in index.values() if entry == PLANTED)
+    archive = ptx_archive.read(ptx_archive.PACKAGED)
+    name = next(text for text, entry in archive.pipelines.values() if entry == PLANTED)
     given = [bytes(a["size"]) if a["space"] == "constant" and "size" in a else np.zeros(4, np.uint8)
              for a in sorted(arguments, key=lambda a: a["index"])]  # fmt: skip
-    program = cuda.Program((ptx.FOLDER / name).read_bytes())
+    program = cuda.Program(archive.texts[name].encode())
     program.launch(PLANTED, given, (1, 1, 1), (512, 1, 1))
 
 

@@ -1,4 +1,4 @@
-"""The check of single dispatches finds what is wrong and passes what is right, on the CPU host."""
+"""The check of single dispatches finds what is wrong and passes what is right."""
 
 from __future__ import annotations
 
@@ -11,26 +11,39 @@ import pytest
 import tiny
 from programs import small
 
-from lily_mlx import _ext, ptx, trace
+from lily_mlx import _ext, ptx, spec
 from lily_mlx.model import Model, ModelArgs
-from metal.host import cuda
+from metal.host import cuda, toolchain
 from metal.host.toolchain import HostError
 
 from . import dispatches, executors, kernels
 
 
 @pytest.fixture(scope="module")
-def shapes():
+def place():
+    """(Shapes, executor): small ones on the CPU host; without clang the package's PTX on a GPU."""
+    try:
+        toolchain.plugin()
+    except HostError as no_clang:
+        try:
+            return kernels.shapes(), executors.Gpu()
+        except cuda.NoDevice as no_gpu:
+            pytest.skip(f"{no_clang}; {no_gpu}")
     config = tiny.config("moe", **{**small.DIMS, "num_key_value_heads": 2})
     model = Model(ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, 64, 4, class_predicate=small.gates_in_8_bits)
-    return trace.dims(model.language_model)
+    return spec.model(model.language_model), executors.Host()
 
 
 @pytest.fixture(scope="module")
-def host():
-    return executors.Host()
+def shapes(place):
+    return place[0]
+
+
+@pytest.fixture(scope="module")
+def host(place):
+    return place[1]
 
 
 @pytest.mark.parametrize("context,capacity", [(1, 256), (300, 512), (9, 1280)])
@@ -113,7 +126,7 @@ def test_without_a_gpu_the_command_says_why():
             kernels.main(["run"])
     else:
         pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit, match="python -m tests.gpu.kernels make FOLDER"):
+    with pytest.raises(SystemExit, match="python -m tests.gpu.kernels make FILE"):
         kernels.main([])
 
 
@@ -124,7 +137,7 @@ def test_values_by_size():
 
 
 def test_the_package_carries_the_kernels_of_the_35b_model(tmp_path, capsys):
-    kernels.make(tmp_path / "ptx")
+    kernels.make(tmp_path / "ptx.tar.xz")
     assert ": 0 of " in capsys.readouterr().out
 
 
@@ -149,9 +162,9 @@ def test_each_parameter_of_each_kernel_gets_an_argument(monkeypatch):
     monkeypatch.setattr(cuda, "driver", lambda: None)
     monkeypatch.setattr(cuda, "Program", Program)
     gpu = executors.Gpu()
-    few = ptx.distinct_layers(kernels.shapes())
+    few = dispatches.distinct_layers(kernels.shapes())
     for capacity in ptx.CAPACITIES:
-        program = _ext.decode_program(few, capacity, ptx.NVIDIA).program
+        program = _ext.step_program("cuda", few, capacity).program
         for i in range(len(program)):
             d = program.describe(i)
             arrays = {a["index"]: np.zeros(1) for a in d["arguments"] if "slot" in a}

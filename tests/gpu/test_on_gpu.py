@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import mlx.core as mx
 import pytest
 
 import lily_mlx
-from benchmarks import gpu, gpu_checks, ledger
-from lily_mlx import _ext, decode
+from benchmarks import gpu, gpu_checks
+from lily_mlx import _ext, decode, ptx
 
 from . import executors, kernels
 
@@ -25,11 +23,7 @@ def card():
 @pytest.fixture(scope="module")
 def pair():
     """Four layers at the 35B shapes: the kernels of all forty."""
-    with pytest.MonkeyPatch.context() as patch:
-        shapes = copy.deepcopy(ledger.SHAPES)
-        shapes["text_config"]["num_hidden_layers"] = 4
-        patch.setattr(ledger, "SHAPES", shapes)
-        yield gpu.both_models()
+    return gpu.both_models(layers=4)
 
 
 def test_every_kernel_of_a_step_at_the_35b_shapes():
@@ -130,3 +124,27 @@ def test_what_somebody_holds_is_not_written(bundled, by_layers):
     for i, (array, value) in enumerate(zip(held, before, strict=True)):
         assert mx.array_equal(array.astype(mx.float32), value), i
     assert caches[0]._loan[0].copied_bytes > 0
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_step_that_fails_changes_nothing(bundled, done):
+    """Kernels that cannot be read, before the first graph of a sequence and before its second."""
+    sequences = []
+    for fails in (False, True):
+        caches = bundled.make_cache()
+        bundled(ids_of(bundled, 256)[None], cache=caches)  # full: the first step grows them
+        logits = []
+        for i in range(4):
+            step = decode.step(bundled.language_model, mx.array([[3 + i]]), caches)
+            if fails and i == done:
+                ptx.register(lambda key, _, entry: _ext.cuda_add_kernel(key, "no PTX", entry))
+                try:
+                    for _ in range(2):
+                        with pytest.raises(RuntimeError, match="NVIDIA: loading"):
+                            mx.eval(step)
+                finally:
+                    ptx.register(_ext.cuda_add_kernel)
+            mx.eval(step)
+            logits.append(step[1])
+        sequences.append(logits)
+    assert all(mx.array_equal(a, b) for a, b in zip(*sequences, strict=True))

@@ -111,6 +111,7 @@ def test_chunked_prefill_then_decode_end_to_end(half):
 
 
 FORMS = {
+    "as it is": {},
     "norm apart": dict(fuse_norm=False),
     "projections and delta apart": dict(fuse_projections=False, fuse_delta=False),
     "residual and pick apart": dict(fuse_residual=False, fuse_route=False),
@@ -121,18 +122,18 @@ FORMS = {
          "fuse_shared", "fuse_head"), False,
     ),
     "uncoalesced": dict(coalesced=False),
-    "an NVIDIA GPU's": dict(nvidia=True),
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("target", ["metal", "cuda"])
 @pytest.mark.parametrize("form", list(FORMS))
-def test_every_form_of_the_step_agrees(half, form):
+def test_every_form_of_the_step_agrees(half, form, target):
     ours, _ = half
     ids = mx.array([7, 8, 9])
     results = []
-    for options in ({}, FORMS[form]):
+    for options, on in (({}, "metal"), (FORMS[form], target)):
         caches = small.prefilled(ours, ids)
-        with small.only("decode_step", decode=options):
+        with small.only("decode_step", step=options, target=on):
             results.append(small.steps(ours, [1, 2], caches))
             mx.eval(results[-1])
     (a, x), (b, y) = results
@@ -145,7 +146,7 @@ def test_packed_and_unpacked_heads_give_the_same_bytes(half):
     results = []
     for pack in (1, 2, 4):
         caches = small.prefilled(ours, mx.array([7, 8, 9]))
-        with kernels.metal_host(decode={"pack": pack}):
+        with kernels.metal_host(step={"pack": pack}):
             results.append(np.array(small.steps(ours, [1, 2], caches)[0]))
     for other in results[1:]:
         np.testing.assert_array_equal(results[0], other)
@@ -158,7 +159,7 @@ def test_splits_of_fixed_length_agree_with_splits_of_equal_length():
     results = []
     for start in (-1, 1024):
         caches = small.prefilled(ours, ids)
-        with small.only("decode_step", decode={"fixed_block_from": start}):
+        with small.only("decode_step", step={"fixed_block_from": start}):
             results.append(small.steps(ours, [1, 2], caches)[0])
             mx.eval(results[-1])
     assert small.error(*results) < 1e-2
@@ -211,7 +212,7 @@ def test_sequences_share_programs():
     plan = ours.language_model.decode_plan().native
 
     def used(options, tokens=(1,)):
-        with kernels.metal_host(decode=options):
+        with kernels.metal_host(step=options):
             mx.eval(small.steps(ours, tokens, small.prefilled(ours, mx.array([4, 5]))))
         return plan.programs
 

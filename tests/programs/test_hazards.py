@@ -2,9 +2,8 @@
 
 import pytest
 
-from benchmarks import ledger
-from lily_mlx import _ext
-from lily_mlx.trace import dims
+from lily_mlx import _ext, spec
+from lily_mlx.shapes import qwen3_6_35b_a3b
 
 SWITCHES = (
     "fuse_norm", "fuse_projections", "fuse_residual", "fuse_delta", "fuse_route", "fuse_shared",
@@ -15,40 +14,39 @@ SWITCHES = (
 @pytest.fixture(scope="module")
 def shapes():
     """Those of the 35B model."""
-    return dims(ledger.model().language_model)
+    return spec.model(qwen3_6_35b_a3b().language_model)
 
 
 @pytest.mark.parametrize("off", [None, *SWITCHES])
 def test_no_pair_of_the_decode_step_conflicts(shapes, off):
     options = {} if off is None else {off: False}
-    program = _ext.decode_program(shapes, 256, {"logits": True, **options}).program
+    program = _ext.step_program("metal", shapes, 256, {"logits": True, **options}).program
     assert program.check_hazards() == []
 
 
 @pytest.mark.parametrize("capacity", [256, 32768, 131072 + 256])
 def test_no_pair_conflicts_at_any_capacity(shapes, capacity):
-    program = _ext.decode_program(shapes, capacity).program
+    program = _ext.step_program("metal", shapes, capacity).program
     assert program.check_hazards() == []
     assert len(program) == 263
 
 
-@pytest.mark.parametrize("scan", ["norm", "apart", "block", "chunk"])
+@pytest.mark.parametrize("target", ["metal", "metal_nax", "cuda"])
 @pytest.mark.parametrize("tokens", [1, 7, 600])
-def test_no_pair_of_a_prefill_chunk_conflicts(shapes, scan, tokens):
+def test_no_pair_of_a_prefill_chunk_conflicts(shapes, target, tokens):
     few = {**shapes, "layers": shapes["layers"][2:4]}  # one layer of each kind
-    assert _ext.prefill_program(few, tokens, scan=scan).program.check_hazards() == []
+    assert _ext.chunk_program(target, few, tokens).program.check_hazards() == []
 
 
 def test_tensor_operations_have_kernels_for_the_same_chunk(shapes):
     few = {**shapes, "layers": shapes["layers"][2:4]}
-    program = _ext.prefill_program(few, 600, unit="tensor").program
-    assert program.check_hazards() == []
+    program = _ext.chunk_program("metal_nax", few, 600).program
     assert any(p["file"].endswith("_nax.metal") for p in program.pipelines)
 
 
 def test_a_level_too_low_is_found(shapes):
     few = {**shapes, "layers": shapes["layers"][2:4]}
-    program = _ext.decode_program(few, 256).program
+    program = _ext.step_program("metal", few, 256).program
     rows = [program.describe(i) for i in range(len(program))]
     levels, after = [r["level"] for r in rows], [r["after"] for r in rows]
     assert program.check_hazards(levels=levels, after=after) == []
@@ -60,7 +58,7 @@ def test_a_level_too_low_is_found(shapes):
 
 def test_a_missing_edge_is_found(shapes):
     few = {**shapes, "layers": shapes["layers"][3:4]}
-    program = _ext.decode_program(few, 256).program
+    program = _ext.step_program("metal", few, 256).program
     rows = [program.describe(i) for i in range(len(program))]
     levels, after = [r["level"] for r in rows], [r["after"] for r in rows]
     for i in range(1, len(program)):

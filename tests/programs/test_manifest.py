@@ -1,6 +1,8 @@
 """The manifest says what the kernel sources say, and every source reaches a runtime compiler."""
 
 import json
+import re
+from pathlib import Path
 
 from lily_mlx import _ext, kernels
 from metal import manifest
@@ -20,6 +22,18 @@ def test_every_kernel_is_registered_with_its_source():
         assert text.isascii() and '#include "' not in text
         names.add(name)
     assert len(names) == len({e["file"] for e in listed})
+
+
+def test_no_mac_compiles_what_only_nvidia_has():
+    """The NVIDIA header is reached from the _sync files alone."""
+    folder = manifest.FOLDER
+
+    def includes(file: Path) -> set[str]:
+        found = re.findall(r'#include [<"]([^>"]+)[>"]', file.read_text())
+        return set(found).union(*(includes(folder / f) for f in found if (folder / f).exists()))
+
+    users = {f.stem for f in folder.glob("*.metal") if "nvidia_simdgroup" in includes(f)}
+    assert users and all(name.endswith("_sync") for name in users)
 
 
 def test_loading_twice_does_nothing():

@@ -8,10 +8,9 @@ from small import error, only
 from test_layers import linear, normal
 
 import lily_mlx
-from benchmarks import ledger
-from lily_mlx import _ext, kernels, layers, ptx
+from lily_mlx import _ext, kernels, layers, ptx, ptx_archive, spec
 from lily_mlx.loading import load
-from lily_mlx.trace import dims
+from lily_mlx.shapes import qwen3_6_35b_a3b
 
 BF16 = mx.bfloat16
 
@@ -19,7 +18,7 @@ BF16 = mx.bfloat16
 @pytest.fixture(scope="module")
 def shapes():
     """Those of the 35B model."""
-    return dims(ledger.model().language_model)
+    return spec.model(qwen3_6_35b_a3b().language_model)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 70])
@@ -29,7 +28,7 @@ def test_projections(rows):
     x = normal((1, rows, 256), BF16)
     wanted = layers.project(x, *modules)
     mx.eval(wanted)
-    with only("gemv_rows" if rows <= 16 else "qgemm", nvidia=True):
+    with only("gemv_rows" if rows <= 16 else "qgemm", target="cuda"):
         got = layers.project(x, *modules)
         mx.eval(got)
     for a, b in zip(got, wanted, strict=True):
@@ -44,14 +43,14 @@ def test_layers_of_the_bundled_model(tokens):
     for layer, field in ((0, "linear_attn"), (0, "mlp"), (3, "self_attn")):
         wanted = model.layers[layer][field](x)
         mx.eval(wanted)
-        with kernels.metal_host(nvidia=True):
+        with kernels.metal_host(target="cuda"):
             got = model.layers[layer][field](x)
             mx.eval(got)
         # Nine rows in ten: one may have two experts so close that rounding decides between them.
         a, b = (y.astype(mx.float32).reshape(2 * tokens, -1) for y in (got, wanted))
         rows = mx.sort(mx.linalg.norm(a - b, axis=-1) / mx.linalg.norm(b, axis=-1))
         assert rows[int(0.9 * (rows.size - 1))] < 0.03
-    names = {row[1] for row in _ext.metal_host_counts()}
+    names = {row[1] for row in _ext.run_counts()}
     assert names >= {"gdn_scan", "gemv_rows" if 2 * tokens <= 16 else "qgemm"}
     assert names.isdisjoint({"gemv", "gdn_step"})
 
@@ -59,28 +58,22 @@ def test_layers_of_the_bundled_model(tokens):
 def test_a_chunk_uses_tensor_cores_and_has_no_conflicts(shapes):
     few = {**shapes, "layers": shapes["layers"][2:4]}
     for tokens in (20, 600, 2048):
-        program = _ext.prefill_program(few, tokens, scan="apart", unit="nvidia").program
+        program = _ext.chunk_program("cuda", few, tokens).program
         assert program.check_hazards() == []
         assert any(p["file"].endswith("_sync.metal") for p in program.pipelines)
         assert all("simdgroup" not in p["kernel"] for p in program.pipelines)
 
 
 def test_the_index_covers_any_number_of_rows(shapes):
-    known = set(ptx.prefill_pipelines(shapes))
+    known = set(ptx.layer_pipelines(shapes))
     moe = shapes["layers"][0]["moe"]
     delta = shapes["layers"][0]["delta"]
     for rows in (*range(1, 40), 63, 64, 65, 127, 128, 129, 300, 511, 2048, 4096, 9000):
-        few = rows <= 16
         matrices = [delta["qkv"], delta["z"], delta["b"], delta["a"]]
-        programs = [
-            _ext.moe_program("bfloat16", "moe_rows" if few else "moe_gemm", rows, moe, "nvidia")
-        ]
-        for wide in (False, True):
-            kernel = "gemv_rows" if few else "qgemm"
-            programs.append(
-                _ext.project_program("bfloat16", kernel, rows, matrices, wide, "nvidia")
-            )
-        programs.append(_ext.embed_program("bfloat16", rows, shapes["embedding"]))
+        programs = [_ext.moe_program("cuda", "bfloat16", rows, moe)]
+        programs.append(_ext.linear_program("cuda", "bfloat16", rows, matrices))
+        programs.append(_ext.linear_program("cuda", "bfloat16", rows, [shapes["head"]], True))
+        programs.append(_ext.embed_program("cuda", "bfloat16", rows, shapes["embedding"]))
         needed = {p["key"] for b in programs for p in b.program.pipelines}
         assert needed <= known, rows
 
@@ -89,7 +82,7 @@ def test_the_index_covers_any_capacity(shapes):
     known = set(ptx.decode_pipelines(shapes, ptx.CAPACITIES))
     ways = set()
     for capacity in (256, 1024, 1280, 6144, 6400, 24576, 24832, 98304, 98560, 262144):
-        program = _ext.decode_program(shapes, capacity, ptx.NVIDIA).program
+        program = _ext.step_program("cuda", shapes, capacity).program
         assert {p["key"] for p in program.pipelines} <= known, capacity
         one = _dispatch(program, "attention")
         ways.add((one["kernel"], one["grid"][0], one["threadgroup"][0]))
@@ -145,12 +138,12 @@ def test_other_models_have_a_step_too(shapes, hidden, bits):
             for shared in (0, 4, 8):
                 other = _other(shapes, hidden, experts, heads, value_heads, bits, shared)
                 for capacity in (256, 4096):
-                    program = _ext.decode_program(other, capacity, ptx.NVIDIA).program
+                    program = _ext.step_program("cuda", other, capacity).program
                     assert len(program) == 2 + 7 + 9 + 1
 
 
 def _bundled_shapes():
-    return dims(load(str(lily_mlx.BUNDLED_MODEL), lazy=True)[0].language_model)
+    return spec.model(load(str(lily_mlx.BUNDLED_MODEL), lazy=True)[0].language_model)
 
 
 def _described(program):
@@ -162,7 +155,7 @@ def _dispatch(program, label):
 
 
 def _threads(shapes, label):
-    program = _ext.decode_program(shapes, 256, ptx.NVIDIA).program
+    program = _ext.step_program("cuda", shapes, 256).program
     return _dispatch(program, label)["threadgroup"][0]
 
 
@@ -180,12 +173,12 @@ def _threads(shapes, label):
 def test_a_tile_without_a_kernel_is_refused(shapes, tiles, words):
     """It would run as nothing: the constants choose none of the shapes that are compiled in."""
     with pytest.raises(ValueError, match=words):
-        _ext.decode_program(shapes, 256, ptx.NVIDIA | tiles)
+        _ext.step_program("cuda", shapes, 256, tiles)
 
 
 def test_the_experts_are_known_before_their_kernels_wait(shapes):
     """moe_gate_up and moe_down ask for what moe_route wrote before they wait for the one before."""
-    program = _ext.decode_program(shapes, 256, ptx.NVIDIA).program
+    program = _ext.step_program("cuda", shapes, 256).program
     labels = [d["label"] for d in _described(program)]
     at = labels.index("route")
     assert labels[at - 1 : at + 3] == ["router", "route", "experts up", "experts down"]
@@ -201,19 +194,19 @@ EARLY_READS = {
     "moe_gate_up": {"x"},
     "moe_down": {"ids", "weights", "shared_gate", "h"},
 }
-FORMS = [{}, *({name: False} for name in ("sync", "fuse_norm", "fuse_projections", "fuse_residual",
+FORMS = [{}, *({name: False} for name in ("mma", "fuse_norm", "fuse_projections", "fuse_residual",
                                           "fuse_delta", "fuse_shared", "fuse_head"))]  # fmt: skip
 
 
 def _ways_to_start(program):
     """Of each dispatch, by its PTX: waits (starts early and waits by itself), starts_next."""
-    index = json.loads((ptx.FOLDER / "index.json").read_text())
+    archive = ptx_archive.read(ptx_archive.PACKAGED)
     ways = []
     for d in _described(program):
         # A form that no package carries: another tile of the kernel starts its follower alike.
-        name = index.get(program.pipelines[d["pipeline"]]["key"], [None])[0]
-        files = [ptx.FOLDER / name] if name else ptx.FOLDER.glob(f"{d['kernel']}-*.ptx")
-        texts = [file.read_text() for file in files] or [""]
+        name, _ = archive.pipelines.get(program.pipelines[d["pipeline"]]["key"], ("", ""))
+        alike = [name] if name else [t for t in archive.texts if t.startswith(f"{d['kernel']}-")]
+        texts = [archive.texts[t] for t in alike] or [""]
         waits = [text.find("griddepcontrol.wait") for text in texts]
         starts = [text.find("griddepcontrol.launch_dependents") for text in texts]
         assert len({(w < 0, s < w) for w, s in zip(waits, starts, strict=True)}) == 1, d["kernel"]
@@ -239,7 +232,7 @@ def _ancestors(after, i):
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_what_is_read_before_a_wait_was_there(shapes, form, capacity):
     few = {**shapes, "layers": shapes["layers"][2:5]}
-    program = _ext.decode_program(few, capacity, ptx.NVIDIA | form).program
+    program = _ext.step_program("cuda", few, capacity, form).program
     ways, written, checked = _ways_to_start(program), {}, 0
     described = _described(program)
     after = [d["after"] for d in described]
@@ -263,7 +256,7 @@ def test_what_is_read_before_a_wait_was_there(shapes, form, capacity):
 
 
 def test_routers_and_projections_start_their_followers(shapes):
-    program = _ext.decode_program({**shapes, "layers": shapes["layers"][2:4]}, 2048, ptx.NVIDIA)
+    program = _ext.step_program("cuda", {**shapes, "layers": shapes["layers"][2:4]}, 2048)
     program = program.program
     labels = [d["label"] for d in _described(program)]
     ways = _ways_to_start(program)
@@ -276,7 +269,7 @@ def test_a_pick_asks_for_the_next_layers_weights(shapes):
     """8 MB of them, or all there are; the last layer has no next."""
     for model_shapes, most in ((shapes, 8 << 20), (_bundled_shapes(), 1 << 20)):
         count = len(model_shapes["layers"])
-        program = _ext.decode_program(model_shapes, 256, ptx.NVIDIA).program
+        program = _ext.step_program("cuda", model_shapes, 256).program
         routes = [d for d in _described(program) if d["label"] == "route"]
         assert len(routes) == count and routes[-1]["grid"][0] == 1
         last = {a["name"]: a.get("value") for a in routes[-1]["arguments"]}
@@ -293,7 +286,7 @@ def test_a_pick_asks_for_the_next_layers_weights(shapes):
 def test_a_sweep_may_ask_for_more_or_nothing(shapes):
     few = {**shapes, "layers": shapes["layers"][2:4]}
     for kilobytes, lines in ((0, 0), (1, 8), (4096, 32768), (1 << 20, 65536)):
-        program = _ext.decode_program(few, 256, ptx.NVIDIA | {"ahead": kilobytes}).program
+        program = _ext.step_program("cuda", few, 256, {"ahead": kilobytes}).program
         args = {a["name"]: a.get("value") for a in _dispatch(program, "route")["arguments"]}
         assert args["lines"] == lines and ("ahead" in args) == (lines > 0)
 
@@ -305,14 +298,15 @@ def test_one_layer_of_each_kind_runs_all_that_a_model_does(shapes, kinds):
     other = one | {"moe": one["moe"] | {"top_k": 4}}
     model = {**shapes, "layers": [{"a": one, "b": other}[kind] for kind in kinds]}
     known = ptx.decode_pipelines(model, (256,)).keys()
-    program = _ext.decode_program(model, 256, ptx.NVIDIA).program
+    program = _ext.step_program("cuda", model, 256).program
     assert {p["key"] for p in program.pipelines} == set(known)
 
 
 def test_kernels_depend_on_formats_not_on_sizes():
-    names = ptx.layer_pipelines("project", "bfloat16", frozenset({(4, 64)}))
-    assert all(key.endswith("_0:4_1:64") for key in names)
-    assert ptx.layer_pipelines("gated_delta", "bfloat16").keys() == {
+    found = _ext.linear_pipelines("cuda", "bfloat16", [(64, 64, 4, 64, 1)])
+    assert all(p["key"].endswith("_0:4_1:64") for p in found)
+    found = _ext.gated_delta_pipelines("cuda", "bfloat16")
+    assert {p["key"] for p in found} == {
         "conv_prefill_bf16", "gdn_scan_bf16_r2", "gated_norm_bf16",
     }  # fmt: skip
 
@@ -320,8 +314,13 @@ def test_kernels_depend_on_formats_not_on_sizes():
 def _gemm_keys(rows, columns, experts=256, top_k=8):
     """What a projection and an MoE block of such sizes run."""
     matrix = (columns, 256, 4, 64, 1)
-    kernel = "gemv_rows" if rows <= 16 else "qgemm"
-    built = [_ext.project_program("bfloat16", kernel, rows, [matrix], True, ptx.UNIT)]
+    built = [_ext.linear_program("cuda", "bfloat16", rows, [matrix], True)]
+    moe = _moe(columns, experts, top_k)
+    built.append(_ext.moe_program("cuda", "bfloat16", rows, moe))
+    return [{p["key"] for p in b.program.pipelines} for b in built]
+
+
+def _moe(columns, experts, top_k):
     routed = dict.fromkeys(("gate", "up"), (64, columns, 4, 64, experts))
     shared = dict.fromkeys(("shared_gate", "shared_up"), (columns, columns, 4, 64, 1))
     rest = {
@@ -332,20 +331,18 @@ def _gemm_keys(rows, columns, experts=256, top_k=8):
         "top_k": top_k,
         "normalize": True,
     }
-    kernel = "moe_rows" if rows <= 16 else "moe_gemm"
-    built.append(_ext.moe_program("bfloat16", kernel, rows, routed | shared | rest, ptx.UNIT))
-    return [{p["key"] for p in b.program.pipelines} for b in built]
+    return routed | shared | rest
 
 
 @pytest.mark.parametrize("experts,top_k", [(256, 8), (8, 2), (64, 1)])
 def test_no_size_needs_a_kernel_that_was_not_compiled(experts, top_k):
-    formats = frozenset({(4, 64)})
-    project = ptx.layer_pipelines("project", "bfloat16", formats).keys()
-    moe = ptx.layer_pipelines("moe", "bfloat16", formats, experts, top_k).keys()
+    linear = _ext.linear_pipelines("cuda", "bfloat16", [(64, 64, 4, 64, 1)], True)
+    moe = _ext.moe_pipelines("cuda", "bfloat16", _moe(64, experts, top_k))
+    linear, moe = ({p["key"] for p in found} for found in (linear, moe))
     for rows in (1, 6, 16, 17, 32, 33, 100, 256, 512, 700, 1024, 2048, 4096, 20000):
         for columns in (64, 256, 2048, 9216, 12352, 40000):
             a, b = _gemm_keys(rows, columns, experts, top_k)
-            assert a <= project and b <= moe, (rows, columns)
+            assert a <= linear and b <= moe, (rows, columns)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,15 @@ import small
 
 import lily_mlx
 from benchmarks import ledger
+from lily_mlx import spec
+from lily_mlx.shapes import qwen3_6_35b_a3b
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def model():
-    return ledger.model()
+    return qwen3_6_35b_a3b()
 
 
 def test_the_35b_model_is_traced_without_its_weights(model):
@@ -30,7 +32,7 @@ def test_the_35b_model_is_traced_without_its_weights(model):
 
 
 def test_bytes_of_a_token_are_near_the_floor_of_the_design(model):
-    shapes = lily_mlx.trace.dims(model.language_model)
+    shapes = spec.model(model.language_model)
     parts = ledger.floor(shapes, 0)
     assert 1.65e9 < parts["weights"] < 1.68e9 and 1.25e8 < parts["state"] < 1.30e8
     assert parts["cache"] == 20480
@@ -44,8 +46,8 @@ def test_keys_and_values_are_counted_by_the_context(model):
 
 
 def test_prefill_and_its_forms(model):
-    for scan in ("norm", "chunk"):
-        trace = lily_mlx.trace(model, "prefill", tokens=512, scan=scan)
+    for on in ("metal", "metal_nax", "cuda"):
+        trace = lily_mlx.trace(model, "prefill", tokens=512, on=on)
         assert trace.report["weights"] > 18e9
     assert lily_mlx.trace(model, "prefill", tokens=4).report["dispatches"] > 0
 
@@ -56,7 +58,8 @@ def test_prefill_and_its_forms(model):
     (dict(context=300, capacity=256), "capacity"),
     (dict(kind="prefill", tokens=0), "0 tokens"),
     (dict(fuse_everything=True), "fuse_everything"),
-    (dict(kind="prefill", scan="sideways"), "sideways"),
+    (dict(kind="prefill", scan="block"), "scan"),
+    (dict(on="vulkan"), "vulkan"),
 ])  # fmt: skip
 def test_what_cannot_be_traced_is_named(model, arguments, words):
     with pytest.raises(ValueError, match=words):

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import small
 
-from lily_mlx import _ext, kernels
-from lily_mlx.trace import dims
+from lily_mlx import _ext, kernels, spec
 
 
 def run(built, filled):
@@ -30,8 +29,8 @@ def run(built, filled):
                          ids=["fused", "apart"])  # fmt: skip
 def test_no_byte_of_a_decode_step_is_counted_that_is_not_moved(options):
     ours, _ = small.model()
-    built = _ext.decode_program(
-        dims(ours.language_model), 256, {"context": 200, "logits": True, **options}
+    built = _ext.step_program(
+        "metal", spec.model(ours.language_model), 256, {"context": 200, "logits": True, **options}
     )
     overstated, _, _ = run(built, {"position": np.array([199], np.int32)})
     assert overstated == []
@@ -39,7 +38,7 @@ def test_no_byte_of_a_decode_step_is_counted_that_is_not_moved(options):
 
 def test_no_byte_of_a_prefill_chunk_is_counted_that_is_not_moved():
     ours, _ = small.model()
-    built = _ext.prefill_program(dims(ours.language_model), 20)
+    built = _ext.chunk_program("metal", spec.model(ours.language_model), 20)
     overstated, _, _ = run(built, {"ids": np.arange(20, dtype=np.uint32)})
     # How many experts a chunk reaches depends on the words; at most all are counted.
     assert [x for x in overstated if "'experts" not in x] == []

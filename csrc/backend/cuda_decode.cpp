@@ -11,6 +11,7 @@
 #include "backend/cuda_memory.h"
 #include "backend/planned_decode.h"
 #include "model.h"
+#include "run.h"
 
 namespace lily {
 namespace {
@@ -47,11 +48,6 @@ class DeviceMemory {
   CUdeviceptr address_ = 0;
   size_t bytes_;
 };
-
-StepOptions& set_options() {
-  static StepOptions options = step_options(Target::cuda);
-  return options;
-}
 
 // The options for this thread's GPU. What is asked for ahead must stay in its L2 cache, beside all
 // that two kernels read meanwhile: a quarter of it at most.
@@ -202,7 +198,7 @@ class CudaDecode : public PlannedDecode {
           return free ? *spare_[i] : device_array(std::move(shape), plan_.dtype);
         });
     const std::vector<Successors::Used> used = next->used(layers);
-    if (capacities_ != capacities(used) || options_ != set_options()) {
+    if (capacities_ != capacities(used) || options_ != gpu_step_options()) {
       build(capacities(used), stream);
     }
     CudaGraph& graph = graph_for(used);
@@ -285,9 +281,9 @@ class CudaDecode : public PlannedDecode {
 
   void build(std::vector<int> capacities, CUstream stream) {
     capacities_.clear();
-    options_ = set_options();
+    options_ = gpu_step_options();
     last_bindings_.reset();
-    program_ = programs_->at(capacities, suited(options_));
+    program_ = programs_->at(capacities, suited(*options_));
     if (!space_) {
       space_ = pool_->take(stream);
     }
@@ -352,8 +348,8 @@ class CudaDecode : public PlannedDecode {
     return *graphs.front().graph;
   }
 
-  std::optional<Bindings> last_bindings_;  // after program_, which it points to
-  StepOptions options_;                    // the ones set when program_ was built
+  std::optional<Bindings> last_bindings_;       // after program_, which it points to
+  std::shared_ptr<const StepOptions> options_;  // the ones set when program_ was built
   std::shared_ptr<StepPool> pool_;
   std::unique_ptr<StepSpace> space_;
   std::vector<std::optional<mx::array>> spare_;  // by layer
@@ -361,10 +357,6 @@ class CudaDecode : public PlannedDecode {
 };
 
 }  // namespace
-
-void set_cuda_step_options(const StepOptions& options) {
-  set_options() = options;
-}
 
 std::unique_ptr<GpuDecode> make_gpu_decode(const DecodePlan& plan) {
   return std::make_unique<CudaDecode>(plan);

@@ -247,9 +247,12 @@ def measure(
 def run(
     model: nn.Module, target: str, report: dict[str, Any], arguments: argparse.Namespace
 ) -> None:
-    """All arms of a target, each row printed as it is there."""
+    """All arms of a target; each row is printed and kept as it is there."""
     clock = gpu.Clock(arguments.seconds)
     report |= {"rows": [], "left_out": []}
+
+    def save() -> None:
+        compare.write_atomically(arguments.output, json.dumps(report, indent=1) + "\n")
 
     def leave_out(arm: Arm, at: int | None, why: str) -> None:
         report["left_out"].append({"arm": arm.name, "what": arm.what, "at": at, "why": why})
@@ -273,8 +276,8 @@ def run(
             report["rows"].append(row)
             gpu.say(line(row))
             mx.clear_cache()
-            if arguments.output:
-                compare.write_atomically(arguments.output, json.dumps(report, indent=1) + "\n")
+            save()
+    save()
 
 
 # ---- The table
@@ -302,9 +305,11 @@ def text(report: dict[str, Any]) -> str:
     lines = [HEADING, *map(line, report["rows"]), ""]
     changes = dict.fromkeys((row["arm"], row["what"]) for row in report["rows"])
     lines += [f"{name}: {what}." for name, what in changes]
+    reasons: dict[str, list[str]] = {}
     for x in report["left_out"]:
         at = "" if x["at"] is None else f" at {x['at']:,}"
-        lines.append(f"left out: {x['arm']}{at}: {x['why']}.")
+        reasons.setdefault(x["why"], []).append(x["arm"] + at)
+    lines += [f"left out: {'; '.join(names)}: {why}." for why, names in reasons.items()]
     return "\n".join(lines)
 
 
@@ -357,5 +362,4 @@ def main(argv: list[str]) -> None:
     report["model"] = {"name": name, "bytes": size}
     gpu.say(f"{HEADING} (tokens a second)")
     run(model, target, report, arguments)
-    compare.write_atomically(arguments.output, json.dumps(report, indent=1) + "\n")
     gpu.say(f"\n{text(report)}\n\nWrote {arguments.output}.")

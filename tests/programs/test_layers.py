@@ -228,11 +228,11 @@ def test_moe_of_other_formats_and_shapes(options):
         compare(lambda x=x: [ops.moe(x, layer)], mx.bfloat16, kernel, tolerance=6e-2)
 
 
-def same(call, kernel, **layers):
+def same(call, kernel, target="metal", **layers):
     """The production form's bytes, from a form with other dispatches."""
     results = []
     for form in ({}, layers):
-        with only(kernel, layers=form):
+        with only(kernel, layers=form, target=target):
             results.append([np.array(x if x.dtype == mx.float32 else x.view(mx.uint16))
                             for x in call()])  # fmt: skip
     for a, b in zip(*results, strict=True):
@@ -241,15 +241,21 @@ def same(call, kernel, **layers):
 
 @pytest.mark.parametrize("bits, group", [(4, 32), (8, 64)])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_weights_dequantized_apart_give_the_same_bytes(dtype, bits, group):
+@pytest.mark.parametrize("target", ["metal", "metal_nax", "cuda"])
+def test_weights_dequantized_apart_give_the_same_bytes(dtype, bits, group, target):
     """The GEMMs round weights to the dtype as they read them."""
     mx.random.seed(7)
     modules = [linear(n, 256, dtype, bits, group) for n in (33, 70)]
     x = normal((1, 20, 256), dtype)
     for wide in (False, True):
-        same(lambda w=wide: layers.project(x, *modules, float32_out=w), "qgemm", dequantize=True)
+        same(
+            lambda w=wide: layers.project(x, *modules, float32_out=w),
+            "qgemm",
+            target,
+            dequantize=True,
+        )
     layer, x = moe_layer(dtype, bits=bits, group=group), normal((40, 128), dtype)
-    same(lambda: [ops.moe(x, layer)], "moe_gemm", dequantize=True)
+    same(lambda: [ops.moe(x, layer)], "moe_gemm", target, dequantize=True)
 
 
 def test_few_rows_are_not_dequantized_apart():
@@ -259,11 +265,12 @@ def test_few_rows_are_not_dequantized_apart():
 
 
 @pytest.mark.parametrize("rows, experts", [(40, 32), (300, 4)])
-def test_blocks_of_16_rows_give_the_same_bytes(rows, experts):
+@pytest.mark.parametrize("target", ["metal", "cuda"])
+def test_blocks_of_16_rows_give_the_same_bytes(rows, experts, target):
     """Of experts with a row or two each, and with more than a block of 64."""
     layer = moe_layer(mx.bfloat16, experts=experts)
     x = normal((rows, 128), mx.bfloat16)
-    same(lambda: [ops.moe(x, layer)], "moe_gemm", block_rows=16)
+    same(lambda: [ops.moe(x, layer)], "moe_gemm", target, block_rows=16)
 
 
 @pytest.mark.parametrize("options", [{"scan": "whole"}, {"block_rows": 8}, {"fuse": True}])

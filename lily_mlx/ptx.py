@@ -138,7 +138,10 @@ def only_entry(ptx: str, entry: str) -> str:
     variable = re.compile(r"^[^\n]*\.shared \.align \d+ \.b8 (\w+)\[\d+\];\n", re.M)
     used = set(re.findall(r"\w+", variable.sub("", text)))
     text = variable.sub(lambda m: m[0] if m[1] in used else "", text)
-    return text
+    # Labels and stacks carry the entry's number in its file, which other entries change.
+    text = re.sub(r"[ \t]*//[^\n]*", "", text)
+    text = re.sub(r"\$L__BB\d+_|__local_depot\d+", lambda m: re.sub(r"\d+", "", m[0]), text)
+    return re.sub(r"\n\s*\n+", "\n", text)
 
 
 def decode_pipelines(

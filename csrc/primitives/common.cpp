@@ -2,11 +2,10 @@
 
 #include <sstream>
 
-#ifdef LILY_CUDA
-#include "backend/cuda_memory.h"
-#endif
+#include "backend/gpu.h"
 #include "mlx/allocator.h"
 #include "mlx/ops.h"
+#include "run.h"
 
 namespace lily {
 
@@ -18,6 +17,39 @@ std::string shape_text(const mx::array& a) {
   }
   out << ']';
   return out.str();
+}
+
+void fail(const char* op, const std::string& text) {
+  throw std::invalid_argument(std::string(op) + ": " + text);
+}
+
+void check_ndim(const char* op, const char* what, const mx::array& a, size_t ndim) {
+  if (a.ndim() != ndim) {
+    fail(op, std::string(what) + " has shape " + shape_text(a) + "; " + std::to_string(ndim) +
+                 " axes are expected");
+  }
+}
+
+void check_shape(const char* op, const char* what, const mx::array& a, const mx::Shape& expected) {
+  if (a.shape() != expected) {
+    mx::array want(expected, mx::bool_, nullptr, {});
+    fail(op, std::string(what) + " has shape " + shape_text(a) + "; " + shape_text(want) +
+                 " is expected");
+  }
+}
+
+void check_dtype(const char* op, const char* what, const mx::array& a, mx::Dtype dtype) {
+  if (a.dtype() != dtype) {
+    fail(op, std::string(what) + " has another dtype than the other inputs; cast it with astype");
+  }
+}
+
+int64_t rows_of(const mx::array& x) {
+  return x.shape(-1) == 0 ? 0 : static_cast<int64_t>(x.size()) / x.shape(-1);
+}
+
+mx::cpu::CommandEncoder& encoder(mx::Stream s) {
+  return mx::cpu::get_command_encoder(s);
 }
 
 Type type_of(mx::Dtype dtype, const char* what) {
@@ -212,18 +244,29 @@ mx::array fresh(mx::Shape shape, mx::Dtype dtype) {
 }
 
 void Primitive::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  const Gpu& gpu = require_gpu(name());
   for (auto& out : outputs) {
-#ifdef LILY_CUDA
-    allocate_on_device(out);
-#else
-    allocate(out);
-#endif
+    gpu.allocate(out);
   }
-  if (!run_program(inputs, outputs)) {
+  if (!runs_program(inputs, outputs)) {
     throw std::runtime_error(std::string("lily_mlx: ") + name() +
                              " has no GPU kernel for these arrays (mixed dtypes, or strided ones); "
                              "load the model with engine=\"stock\"");
   }
+}
+
+const Gpu& require_gpu(const std::string& name) {
+  if (gpu() == nullptr) {
+    throw std::runtime_error("lily_mlx: " + name +
+                             " has no GPU backend in this build; load the model with "
+                             "engine=\"stock\"");
+  }
+  return *gpu();
+}
+
+bool Primitive::runs_program(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  const Target target = target_of(stream());
+  return target != Target::cpu && run_program(target, in, out);
 }
 
 void Primitive::refuse_gradient() {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "backend/gpu.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
@@ -151,14 +152,6 @@ int grown_capacity(int capacity, int needed) {
   return (wanted + kBlock - 1) / kBlock * kBlock;
 }
 
-#if !defined(LILY_CUDA) && !defined(LILY_METAL)
-std::unique_ptr<GpuDecode> make_gpu_decode(const DecodePlan&) {
-  throw std::runtime_error(
-      "lily_mlx: the decode step has no GPU backend in this build; load the model with "
-      "engine=\"stock\"");
-}
-#endif
-
 class DecodeStep : public Primitive {
  public:
   DecodeStep(mx::Stream s, std::shared_ptr<const DecodePlan> plan,
@@ -176,7 +169,7 @@ class DecodeStep : public Primitive {
   void eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     step(out, [&](const std::shared_ptr<Successors>& next) {
       if (!state_->gpu_) {
-        state_->gpu_ = make_gpu_decode(*plan_);
+        state_->gpu_ = require_gpu(name()).make_decode(*plan_);
       }
       state_->gpu_->step(state_->layers_, next, position_, in[0], out, stream());
     });

@@ -107,7 +107,7 @@ def with_residency(ptx: str, entry: str, constants: dict[str, Any]) -> str:
     Left to itself the assembler takes a few more than that, and half as many fit.
     """
     simdgroups = constants.get("kSimdgroups")
-    if not entry.startswith(("sync_gemv_", "sync_head_")) or RESIDENT % simdgroups:
+    if not entry.startswith(("mma_gemv_", "mma_head_")) or RESIDENT % simdgroups:
         return ptx
     bound = f".maxntid {32 * simdgroups}, 1, 1\n.minnctapersm {RESIDENT // simdgroups}"
     return re.sub(rf"(\.entry {entry}\([^)]*\))", rf"\1\n{bound}", ptx, count=1)

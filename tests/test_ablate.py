@@ -236,6 +236,10 @@ def test_ptx_of_the_arms_is_none_that_the_package_carries(monkeypatch, tmp_path)
     monkeypatch.setattr(ptx, "not_packaged", lambda found: found)
     ablate.main(["--make", str(tmp_path / "x")])
     names = {p["kernel"] for p in built.values()}
-    assert {"norm_row_bf16", "gdn_scan_block_bf16_r2", "attention_decode_strided_bf16"} <= names
-    plain = [k for k in built if k.startswith("sync_moe_gate_up") and "_0:16_" in k]
+    assert {
+        "norm_row_bf16",
+        "gated_delta_scan_block_bf16_r2",
+        "attention_decode_strided_bf16",
+    } <= names
+    plain = [k for k in built if k.startswith("mma_moe_gate_up") and "_0:16_" in k]
     assert plain, "the experts' GEMM on weights that were dequantized"

@@ -80,7 +80,7 @@ def test_another_source_is_refused(sources, name):
 
 
 def test_what_no_kernel_of_it_includes_may_change(sources):
-    with (sources / "tile_mma_nax.h").open("a") as file:
+    with (sources / "tile_nax.h").open("a") as file:
         file.write("// changed\n")
     assert names(ptx_archive.PACKAGED)
 

@@ -54,10 +54,10 @@ mx::cpu::CommandEncoder& encoder(mx::Stream s) {
 
 Type type_of(mx::Dtype dtype, const char* what) {
   if (dtype == mx::float32) {
-    return Type::f32;
+    return Type::fp32;
   }
   if (dtype == mx::float16) {
-    return Type::f16;
+    return Type::fp16;
   }
   if (dtype == mx::bfloat16) {
     return Type::bf16;
@@ -68,7 +68,7 @@ Type type_of(mx::Dtype dtype, const char* what) {
 }
 
 mx::Dtype dtype_of(Type t) {
-  return t == Type::f32 ? mx::float32 : t == Type::f16 ? mx::float16 : mx::bfloat16;
+  return t == Type::fp32 ? mx::float32 : t == Type::fp16 ? mx::float16 : mx::bfloat16;
 }
 
 Weight::Weight(mx::array w, std::optional<mx::array> s, std::optional<mx::array> b, int bits,
@@ -84,7 +84,7 @@ Weight::Weight(mx::array w, std::optional<mx::array> s, std::optional<mx::array>
       fail("scales or biases given with bits 0; give bits and group of the quantized weight");
     }
   } else {
-    if (Choice c = check_format({0, 0, bits, group, 1, Type::f32, "affine"}); !c) {
+    if (Choice c = check_format({0, 0, bits, group, 1, Type::fp32, "affine"}); !c) {
       fail(c.reason);
     }
     if (!scales || !biases) {
@@ -105,7 +105,7 @@ Weight::Weight(mx::array w, std::optional<mx::array> s, std::optional<mx::array>
            std::to_string(bits) + " bits in groups of " + std::to_string(group));
     }
   }
-  if (Choice c = check_matrix(Target::cpu, Type::f32, spec()); !c) {
+  if (Choice c = check_matrix(Target::cpu, Type::fp32, spec()); !c) {
     fail(c.reason);
   }
 }

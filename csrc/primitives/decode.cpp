@@ -139,7 +139,7 @@ void run_reference(const DecodePlan& plan, const std::vector<LayerBuffers>& buff
     own.resize(vocabulary);
     logits = own.data();
   }
-  reference::project({{matrix_of(plan.model.head), Type::f32, logits, vocabulary}}, t, x.data(),
+  reference::project({{matrix_of(plan.model.head), Type::fp32, logits, vocabulary}}, t, x.data(),
                      hidden, 1);
   *next = reference::argmax(logits, vocabulary);
 }

@@ -170,7 +170,7 @@ class Attend : public Primitive {
                                     0,
                                     0.0f,
                                     0.0f,
-                                    Type::f32};
+                                    Type::fp32};
     reference::KeyValues kv{k.data<char>(), v.data<char>(), k.strides(0),
                             k.strides(1),   k.strides(2),   v.strides(0),
                             v.strides(1),   v.strides(2),   k.shape(2)};

@@ -13,17 +13,23 @@ import pytest
 from metal.host import Library
 from metal.manifest import language
 
-from .reference import BF16, F16, Dtype, Weight
+from .reference import BF16, FP16, Dtype, Weight
 
 METAL = Path(__file__).resolve().parents[2] / "metal"
 FILES = {k["kernel"]: k["file"] for k in json.loads((METAL / "manifest.json").read_text())}
 HOSTS = ("cpu", "checked")
-halves = pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
+halves = pytest.mark.parametrize("a", [BF16, FP16], ids=lambda a: a.name)
 
 # For the tests of the checks: options of every checked launch, and, when a list, what each left in
 # its buffers.
 run_options: dict = {}
 record: list[bytes] | None = None
+
+
+def headers() -> list[str]:
+    """The kernels' headers, as they include each other."""
+    files = (f.relative_to(METAL) for f in METAL.rglob("*.h"))
+    return sorted(f.as_posix() for f in files if f.parts[0] != "host")
 
 
 @cache
@@ -86,7 +92,7 @@ def weight_format(w: Weight) -> dict[int, int]:
 UNITS = {
     "": dict.fromkeys((16, 32, 64), (64, 128)),
     "nax_": dict.fromkeys((32, 64), (64, 128)),
-    "sync_": {16: (128, 128), 32: (128, 128), 64: (256, 256)},
+    "mma_": {16: (128, 128), 32: (128, 128), 64: (256, 256)},
 }
 
 
@@ -165,5 +171,5 @@ def gemv_name(a: Dtype, out: Dtype, k: int) -> str:
     return f"gemv_{middle}_k{kmax(k)}"
 
 
-SYNC = dict(lanes=2, r=1)
-"""What the tensor-core form's blocks of 16 rows are to who counts rows (gemv_sync.h)."""
+MMA = dict(lanes=2, r=1)
+"""What the tensor-core form's blocks of 16 rows are to who counts rows (gemv_mma.h)."""

@@ -11,7 +11,7 @@ from tests.kernels.harness import ceil_div, launch
 from tests.kernels.reference import (
     BF16,
     DTYPES,
-    F16,
+    FP16,
     Dtype,
     assert_rounded,
     attend,
@@ -58,9 +58,9 @@ def frequencies(rotary: int) -> np.ndarray:
     "host,a,heads,kv_heads,position,rotary",
     [
         ("checked", "bf16", 2, 1, 0, 64),
-        ("checked", "f16", 3, 1, 5, 16),
+        ("checked", "fp16", 3, 1, 5, 16),
         ("cpu", "bf16", 16, 2, 131071, 64),
-        ("cpu", "f16", 8, 1, 7, 128),
+        ("cpu", "fp16", 8, 1, 7, 128),
         ("cpu", "bf16", 8, 1, 63, 256),
     ],
 )
@@ -155,7 +155,7 @@ def test_general_checked(length: int) -> None:
 
 @pytest.mark.parametrize("pack", [1, 2, 8])
 def test_packs_checked(pack: int) -> None:
-    case = Case(F16, 13, 16, heads=8)
+    case = Case(FP16, 13, 16, heads=8)
     case.check(case.run(constants(8, simdgroups=2, splits=2, pack=pack, merge=1), "checked")[0])
 
 
@@ -175,7 +175,7 @@ def test_strided_checked(length: int) -> None:
     )
 
 
-@pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
+@pytest.mark.parametrize("a", [BF16, FP16], ids=lambda a: a.name)
 @pytest.mark.parametrize("merge", [2, 16])
 def test_many_splits_checked(a: Dtype, merge: int) -> None:
     """38 of 41 splits in use: the merge takes weights of 32 and then of 6."""
@@ -190,7 +190,7 @@ def test_numbers_of_splits(splits: int) -> None:
     case.check(out)
 
 
-@pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
+@pytest.mark.parametrize("a", [BF16, FP16], ids=lambda a: a.name)
 @pytest.mark.parametrize("length", [1, 2, 255, 256, 257, 1000])
 def test_lengths(a: Dtype, length: int) -> None:
     """16 query heads on 2 KV heads; more splits than tiles at the short end."""
@@ -226,25 +226,25 @@ def test_tensor_cores_checked(length: int) -> None:
     """Tiles of 16 keys: simdgroups that have none, a last tile that ends early."""
     case = Case(BF16, length, 152)
     c = constants(8, simdgroups=2, splits=3, pack=8, merge=2)
-    case.check(case.run(c, "checked", "sync_attention_decode")[0])
+    case.check(case.run(c, "checked", "mma_attention_decode")[0])
 
 
-@pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
+@pytest.mark.parametrize("a", [BF16, FP16], ids=lambda a: a.name)
 @pytest.mark.parametrize("length", [2, 255, 256, 257, 1000])
 def test_tensor_cores(a: Dtype, length: int) -> None:
     case = Case(a, length, 1024, heads=16, kv_heads=2, scale=1.5)
     c = constants(16, 2, simdgroups=8, splits=5, pack=8)
-    case.check(case.run(c, "cpu", "sync_attention_decode")[0])
+    case.check(case.run(c, "cpu", "mma_attention_decode")[0])
 
 
 def test_uncoalesced_form() -> None:
-    case = Case(F16, 300, 320, heads=16, kv_heads=2)
+    case = Case(FP16, 300, 320, heads=16, kv_heads=2)
     case.check(
         case.run(constants(16, 2, simdgroups=4, splits=2), "cpu", "attention_decode_strided")[0]
     )
 
 
-@pytest.mark.parametrize("kernel,pack", [("attention_decode", 4), ("sync_attention_decode", 8)])
+@pytest.mark.parametrize("kernel,pack", [("attention_decode", 4), ("mma_attention_decode", 8)])
 def test_large_scores_do_not_overflow(kernel: str, pack: int) -> None:
     """Scores of some thousands, growing along the context: the running maximum changes often."""
     case = Case(BF16, 64, 64, scale=1.0)

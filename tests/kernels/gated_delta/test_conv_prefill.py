@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.harness import ceil_div, halves, launch, params
-from tests.kernels.reference import BF16, GdnShape, assert_close, conv_prefill
+from tests.kernels.reference import BF16, GatedDeltaShape, assert_close, gated_delta_conv_rows
 
 
 def operands(a, batch, tokens, hk, hv, seed=0):
@@ -42,15 +42,15 @@ def conv(a, x, hk, mask=None, lengths=None, host="cpu"):
         params(tokens, hk, hv, mask is not None, lengths is not None),
     ]
     grid = (ceil_div(tokens, 32) + 1, 2 * hk + hv + 1, batch)
-    launch(f"conv_prefill_{a.long_name}", buffers, grid, 128, host)
+    launch(f"gated_delta_conv_rows_{a.name}", buffers, grid, 128, host)
     return *outs, *gates, state
 
 
 def check(a, x, hk, mask=None, lengths=None, host="cpu"):
     q, k, v, g, beta, state = conv(a, x, hk, mask, lengths, host)
     f = {n: y if n == "a_log" else a.load(y) for n, y in x.items()}
-    shape = GdnShape(hk, x["a"].shape[2])
-    want = conv_prefill(**f, mask=mask, lengths=lengths, shape=shape, dtype=a)
+    shape = GatedDeltaShape(hk, x["a"].shape[2])
+    want = gated_delta_conv_rows(**f, mask=mask, lengths=lengths, shape=shape, dtype=a)
     for name, got, w in zip("qkv", (q, k, v), want[:3], strict=True):
         assert_close(a.load(got), w, a.ulp, name)
     assert_close(g, want[3], 4e-6, "g")

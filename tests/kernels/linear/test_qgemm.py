@@ -6,9 +6,9 @@ import pytest
 from tests.kernels.harness import UNITS, ceil_div, halves, multi
 from tests.kernels.reference import (
     BF16,
+    F64,
     FP16,
     FP32,
-    F64,
     assert_close,
     dequantize,
     make_weight,

@@ -252,7 +252,7 @@ def run(
     report |= {"rows": [], "left_out": []}
 
     def save() -> None:
-        write_json(arguments.output, report)
+        write_json(report, arguments.output)
 
     def leave_out(arm: Arm, at: int | None, why: str) -> None:
         report["left_out"].append({"arm": arm.name, "what": arm.what, "at": at, "why": why})

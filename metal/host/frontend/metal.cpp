@@ -35,6 +35,10 @@ std::string argument(const AnnotateAttr* attribute) {
 
 int integerArgument(const AnnotateAttr* attribute) {
   int value = -1;
+  // What depended on a template's parameters, once they are known.
+  if (attribute && attribute->args_size())
+    if (auto* known = dyn_cast<ConstantExpr>(*attribute->args_begin()))
+      return static_cast<int>(known->getResultAsAPSInt().getExtValue());
   if (StringRef(argument(attribute)).getAsInteger(10, value))
     return -1;
   return value;
@@ -60,9 +64,11 @@ class SpaceCopies {
   void add() {
     if (record_->isDependentContext() || record_->isLambda() || record_->isInvalidDecl())
       return;
-    if (!record_->hasTrivialCopyConstructor() && !record_->needsImplicitCopyConstructor())
+    if (record_->hasUserDeclaredCopyConstructor() || record_->hasUserDeclaredCopyAssignment()) {
+      defaultInThreadgroup();
       return;
-    if (record_->hasUserDeclaredCopyConstructor() || record_->hasUserDeclaredCopyAssignment())
+    }
+    if (!record_->hasTrivialCopyConstructor() && !record_->needsImplicitCopyConstructor())
       return;
     // The five implicit members come first: a copy constructor declared later would suppress them.
     if (record_->needsImplicitDefaultConstructor())
@@ -78,9 +84,10 @@ class SpaceCopies {
     for (LangAS source : kSpaces)
       if (source != LangAS::Default)
         constructor(reference(source, true), LangAS::Default, ConstexprSpecKind::Constexpr);
-    // An array of trivial objects may live in threadgroup memory.
-    if (record_->hasTrivialDefaultConstructor())
-      constructor(QualType(), LangAS::opencl_local, ConstexprSpecKind::Unspecified);
+    defaultInThreadgroup();
+    for (auto* method : record_->methods())
+      if (method->isCopyAssignmentOperator() || method->isMoveAssignmentOperator())
+        preferForThread(method);
     for (LangAS target : {LangAS::Default, LangAS::opencl_global, LangAS::opencl_local})
       for (LangAS source : kSpaces)
         if (target != LangAS::Default || source != LangAS::Default)
@@ -88,6 +95,18 @@ class SpaceCopies {
   }
 
  private:
+  // An array of trivial objects may live in threadgroup memory.
+  void defaultInThreadgroup() {
+    if (record_->hasTrivialDefaultConstructor())
+      constructor(QualType(), LangAS::opencl_local, ConstexprSpecKind::Unspecified);
+  }
+
+  // clang lets a thread object call a device method; enable_if breaks that tie.
+  void preferForThread(CXXMethodDecl* method) {
+    method->addAttr(EnableIfAttr::CreateImplicit(
+        context_, CXXBoolLiteralExpr::Create(context_, true, context_.BoolTy, loc_), ""));
+  }
+
   QualType reference(LangAS space, bool constant) {
     QualType type = constant ? type_.withConst() : type_;
     if (space != LangAS::Default)
@@ -138,10 +157,8 @@ class SpaceCopies {
     auto* method = CXXMethodDecl::Create(context_, record_, loc_, {name, loc_}, type,
                                          context_.getTrivialTypeSourceInfo(type, loc_), SC_None,
                                          false, true, ConstexprSpecKind::Unspecified, loc_);
-    // clang lets a thread object call a device method; enable_if breaks that tie.
     if (target == LangAS::Default)
-      method->addAttr(EnableIfAttr::CreateImplicit(
-          context_, CXXBoolLiteralExpr::Create(context_, true, context_.BoolTy, loc_), ""));
+      preferForThread(method);
     finish(method, parameter);
   }
 
@@ -393,9 +410,12 @@ struct MslAttribute : ParsedAttrInfo {
     if (name == "__local")
       name = "threadgroup";
     std::string text = ("msl." + name).str();
-    if (attr.getNumArgs())
+    Expr* late = nullptr;  // instantiated with the template
+    if (attr.getNumArgs() && !attr.isArgIdent(0) && attr.getArgAsExpr(0)->isValueDependent())
+      late = attr.getArgAsExpr(0);
+    else if (attr.getNumArgs())
       text += ":" + argumentText(sema, attr);
-    decl->addAttr(AnnotateAttr::Create(sema.Context, text, nullptr, 0, attr.getRange()));
+    decl->addAttr(AnnotateAttr::Create(sema.Context, text, &late, late ? 1 : 0, attr.getRange()));
     if (name == "function_constant")
       if (auto* variable = dyn_cast<VarDecl>(decl); variable && !isa<ParmVarDecl>(variable))
         functionConstant(sema, variable);
@@ -413,14 +433,15 @@ struct MslAttribute : ParsedAttrInfo {
     if (auto* reference = dyn_cast<DeclRefExpr>(expr);
         reference && findAttribute(reference->getDecl(), "function_constant"))
       return reference->getDecl()->getName().str();
-    if (!expr->isValueDependent() && expr->EvaluateAsInt(result, sema.Context))
+    if (expr->EvaluateAsInt(result, sema.Context))
       return std::to_string(result.Val.getInt().getExtValue());
     if (auto* reference = dyn_cast<DeclRefExpr>(expr))
       return reference->getDecl()->getName().str();
     return "";
   }
 
-  // A function constant becomes a static with a literal initialiser, so it folds as on Metal.
+  // A function constant becomes a static with a literal initialiser, so it folds as on Metal. While
+  // checking it has none: it is no constant expression.
   static void functionConstant(Sema& sema, VarDecl* variable) {
     ASTContext& context = sema.Context;
     SourceLocation loc = variable->getLocation();
@@ -430,29 +451,35 @@ struct MslAttribute : ParsedAttrInfo {
     auto found = state.values.find(integerArgument(findAttribute(variable, "function_constant")));
     // A launch is refused while a constant that its kernel uses has no value.
     std::string value = found == state.values.end() ? "0" : found->second;
-    variable->setStorageClass(SC_Static);
+    bool generating = state.manifest.empty();
+    variable->setConstexpr(false);
+    Expr* init = nullptr;
     if (type->isBooleanType())
-      variable->setInit(CXXBoolLiteralExpr::Create(context, value != "0", context.BoolTy, loc));
+      init = CXXBoolLiteralExpr::Create(context, value != "0", context.BoolTy, loc);
     else if (type->isIntegerType())
-      variable->setInit(IntegerLiteral::Create(
+      init = IntegerLiteral::Create(
           context, llvm::APInt(context.getTypeSize(type), std::strtoll(value.c_str(), nullptr, 10)),
-          type, loc));
+          type, loc);
     else if (type->isSpecificBuiltinType(BuiltinType::Float))
-      variable->setInit(FloatingLiteral::Create(
-          context, llvm::APFloat(std::strtof(value.c_str(), nullptr)), true, type, loc));
+      init = FloatingLiteral::Create(context, llvm::APFloat(std::strtof(value.c_str(), nullptr)),
+                                     true, type, loc);
     else
       sema.Diag(loc,
                 sema.Diags.getCustomDiagID(
                     DiagnosticsEngine::Error,
                     "function constants here are bool, integers or float [function-constant]"));
+    variable->setStorageClass(generating ? SC_Static : SC_Extern);
+    if (generating && init)
+      variable->setInit(init);
     // is_function_constant_defined(NAME) reads this sibling.
     auto* defined = VarDecl::Create(
         context, variable->getDeclContext(), loc, loc,
         &context.Idents.get(("__msl_defined_" + variable->getName()).str()),
         context.getAddrSpaceQualType(context.BoolTy.withConst(), LangAS::opencl_constant), nullptr,
-        SC_Static);
-    defined->setInit(
-        CXXBoolLiteralExpr::Create(context, found != state.values.end(), context.BoolTy, loc));
+        generating ? SC_Static : SC_Extern);
+    if (generating)
+      defined->setInit(
+          CXXBoolLiteralExpr::Create(context, found != state.values.end(), context.BoolTy, loc));
     defined->setImplicit();
     sema.PushOnScopeChains(defined, sema.TUScope);
   }

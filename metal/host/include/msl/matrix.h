@@ -71,7 +71,7 @@ __MSL void simdgroup_multiply(simdgroup_matrix<_D, 8, 8>& d, simdgroup_matrix<_A
   zero.__elements = float2{0.0f, 0.0f};
   simdgroup_multiply_accumulate(d, a, b, zero);
 }
-template <class _T, int _R, int _C>
+template <class _T, int _R, int _C = _R>
 __MSL simdgroup_matrix<_T, _R, _C> make_filled_simdgroup_matrix(_T v) {
   simdgroup_matrix<_T, _R, _C> m;
   m.__elements = vec<_T, 2>{v, v};

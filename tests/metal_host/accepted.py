@@ -73,6 +73,12 @@ ACCEPTED = {
         "threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device); y[i] = t[31 - i] + float(u[0][0]);",
         POSITION,
     ),
+    "threadgroup arrays with a value": kernel(
+        "threadgroup float t[32] = {0}; threadgroup half u[n] = {}; t[i] = y[i]; u[i] = half(y[i]);\n"
+        "threadgroup_barrier(mem_flags::mem_threadgroup); y[i] = t[31 - i] + float(u[31 - i]); g(t);",
+        POSITION,
+        before="constexpr constant int n = 32;\nvoid g(threadgroup float* t) { threadgroup float* p = t + 1; *p = 0.0f; }",
+    ),
     "threadgroup argument": kernel(
         "t[i] = y[i]; threadgroup_barrier(mem_flags::mem_threadgroup); y[i] = t[31 - i];",
         POSITION + ", threadgroup float* t [[threadgroup(0)]]",

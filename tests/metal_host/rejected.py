@@ -155,6 +155,10 @@ REJECTED = {
     ),
     "program-scope variable": (kernel("y[0] = g;", before="float g = 1.0f;"), "constant-scope"),
     "static variable": (kernel("static int s; s++; y[0] = float(s);"), "no-static"),
+    "threadgroup variable with a value": (
+        kernel("threadgroup float t = 1.0f; y[0] = t;"),
+        "threadgroup-initialiser",
+    ),
     "static constant": (
         kernel("static constant float s = 1.0f; y[0] = s;"),
         "no-static",

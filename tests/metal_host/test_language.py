@@ -59,7 +59,7 @@ def test_tensor_operations_need_metal_4():
 
 def test_coherent_memory_and_fences_come_with_metal_3_2():
     program = kernel(
-        "atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst, thread_scope_system); y[0] = 1.0f;",
+        "atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst, thread_scope_device); y[0] = 1.0f;",
         "volatile coherent(system) device float* y [[buffer(0)]]",
     )
     assert check(program, metal="3.2")

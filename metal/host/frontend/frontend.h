@@ -1,6 +1,7 @@
 // What the parts of the front end share.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <set>
 #include <string>
@@ -40,6 +41,10 @@ using Report = llvm::function_ref<void(clang::SourceLocation, const std::string&
 void checkSignature(clang::FunctionDecl* kernel, const std::string& hostName, Report report);
 clang::PrintingPolicy manifestNames(const clang::ASTContext& context);
 void writeManifest(clang::Sema& sema, const std::vector<Kernel>& kernels);
+
+// Rewrites tokens as the parser reads them.
+std::function<void(const clang::Token&)> tokenWatcher(clang::Preprocessor& preprocessor,
+                                                      clang::LangOptions& options);
 
 // Reports what Metal rejects and clang accepts, then writes the manifest.
 void checkAndDescribe(clang::Sema& sema);

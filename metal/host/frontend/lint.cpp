@@ -182,10 +182,6 @@ class Lint : public RecursiveASTVisitor<Lint> {
                "threadgroup-scope");
       if (current_)
         threadgroupBytes[current_] += context_.getTypeSizeInChars(type).getQuantity();
-      if (variable->getInit() && variable->getInitStyle() == VarDecl::CInit &&
-          !isa<CXXConstructExpr>(variable->getInit()))
-        report(variable->getLocation(), "a threadgroup variable takes no initialiser",
-               "threadgroup-initialiser");
     }
     return true;
   }

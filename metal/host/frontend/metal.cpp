@@ -219,127 +219,6 @@ struct Consumer : SemaConsumer {
   }
 };
 
-// ---- Tokens that clang's C++ parser would not take as they are.
-class Tokens {
- public:
-  Tokens(Preprocessor& preprocessor, LangOptions& options)
-      : preprocessor_(preprocessor), options_(options) {}
-
-  void operator()(const Token& read) {
-    Token& token = const_cast<Token&>(read);
-    kernelKeyword(token);
-    instantiationAttributes(token);
-    arrayParameter(token);
-    methodQualifier(token);
-    last_ = token;
-  }
-
- private:
-  void insert(std::initializer_list<Token> tokens) {
-    auto copy = std::make_unique<Token[]>(tokens.size());
-    std::copy(tokens.begin(), tokens.end(), copy.get());
-    preprocessor_.EnterTokenStream(std::move(copy), tokens.size(), true, true);
-  }
-
-  static Token punctuation(Token like, tok::TokenKind kind) {
-    like.setIdentifierInfo(nullptr);
-    like.setKind(kind);
-    like.setLength(1);
-    return like;
-  }
-
-  void toAttribute(Token& token) {
-    token.setKind(tok::kw___attribute);
-    token.setIdentifierInfo(preprocessor_.getIdentifierInfo("__attribute__"));
-  }
-
-  // `kernel void f(...)` becomes `__attribute__((msl_kernel)) void f(...)`.
-  void kernelKeyword(Token& token) {
-    if (last_.isOneOf(tok::l_square, tok::l_paren, tok::comma))
-      return;
-    if (!token.is(tok::identifier) ||
-        token.getIdentifierInfo() != preprocessor_.getIdentifierInfo("kernel"))
-      return;
-    Token open = punctuation(token, tok::l_paren), close = punctuation(token, tok::r_paren);
-    Token name = token;
-    name.setIdentifierInfo(preprocessor_.getIdentifierInfo("msl_kernel"));
-    toAttribute(token);
-    insert({open, open, name, close, close});
-  }
-
-  // `template [[host_name("x")]] [[kernel]] ...`: an explicit instantiation takes GNU attributes
-  // only, so [[a]] becomes __attribute__((a)) after `template`.
-  void instantiationAttributes(Token& token) {
-    switch (rewriting_) {
-      case Outside:
-        if (token.is(tok::kw_template))
-          rewriting_ = AfterTemplate;
-        break;
-      case AfterTemplate:
-        if (token.is(tok::l_square)) {
-          toAttribute(token);
-          rewriting_ = SecondOpen;
-        } else if (!token.is(tok::kw_template)) {
-          rewriting_ = Outside;
-        }
-        break;
-      case SecondOpen:
-        token.setKind(tok::l_paren);
-        insert({punctuation(token, tok::l_paren)});
-        rewriting_ = Inside;
-        depth_ = 0;
-        break;
-      case Inside:
-        if (token.is(tok::l_paren))
-          ++depth_;
-        if (token.is(tok::r_paren))
-          --depth_;
-        if (depth_ == 0 && token.is(tok::r_square)) {
-          token.setKind(tok::r_paren);
-          rewriting_ = SecondClose;
-        }
-        break;
-      case SecondClose:
-        token.setKind(tok::r_paren);
-        rewriting_ = AfterTemplate;
-        break;
-    }
-  }
-
-  // `constant const int* a[2]` as a parameter: only OpenCL gives an array parameter a space.
-  void arrayParameter(const Token& token) {
-    if (token.isOneOf(tok::kw___global, tok::kw___local, tok::kw___constant))
-      spaced_ = true;
-    options_.OpenCL = spaced_ && after_bracket_ && token.isOneOf(tok::comma, tok::r_paren);
-    if (token.isOneOf(tok::comma, tok::l_paren, tok::semi))
-      spaced_ = false;
-    after_bracket_ = token.is(tok::r_square) && !last_.is(tok::r_square);
-  }
-
-  // `f() const device`: clang reads a space after a parameter list only as OpenCL C++, so that mode
-  // is on for just those tokens (elsewhere it would put temporaries into __private).
-  void methodQualifier(const Token& token) {
-    bool space = token.isOneOf(tok::kw___global, tok::kw___local, tok::kw___constant);
-    bool qualifier = space || token.isOneOf(tok::kw_const, tok::kw_volatile, tok::kw_noexcept);
-    if (space && after_parameters_) {
-      open_ = true;
-      since_ = 0;
-      options_.OpenCLCPlusPlus = 1;
-    } else if (open_ && !qualifier && ++since_ == 2) {
-      open_ = false;
-      options_.OpenCLCPlusPlus = 0;
-    }
-    after_parameters_ = token.is(tok::r_paren) || (after_parameters_ && qualifier);
-  }
-
-  Preprocessor& preprocessor_;
-  LangOptions& options_;
-  Token last_{};
-  enum { Outside, AfterTemplate, SecondOpen, Inside, SecondClose } rewriting_ = Outside;
-  int depth_ = 0, since_ = 0;
-  bool after_bracket_ = false, spaced_ = false, after_parameters_ = false, open_ = false;
-};
-
 // The map from language to machine address spaces is a protected member.
 struct TargetSpaces : TargetInfo {
   static const LangASMap*& of(TargetInfo& target) {
@@ -380,7 +259,7 @@ struct Action : PluginASTAction {
     names.get("__local", tok::kw___local);
     names.get("__constant", tok::kw___constant);
     names.get("constant", tok::kw___constant);
-    preprocessor.setTokenWatcher(Tokens(preprocessor, options));
+    preprocessor.setTokenWatcher(tokenWatcher(preprocessor, options));
     state.gpu = compiler.getTarget().getTriple().isNVPTX();
     if (state.gpu) {
       // `constant` is the generic space on a GPU: a buffer (global memory) or a kernel parameter.
@@ -416,6 +295,11 @@ struct MslAttribute : ParsedAttrInfo {
     else if (attr.getNumArgs())
       text += ":" + argumentText(sema, attr);
     decl->addAttr(AnnotateAttr::Create(sema.Context, text, &late, late ? 1 : 0, attr.getRange()));
+    if (name == "initialised" && !isa<ParenExpr>(attr.getArgAsExpr(0)))
+      sema.Diag(attr.getLoc(),
+                sema.Diags.getCustomDiagID(
+                    DiagnosticsEngine::Error,
+                    "a threadgroup variable takes no value but {0} [threadgroup-initialiser]"));
     if (name == "function_constant")
       if (auto* variable = dyn_cast<VarDecl>(decl); variable && !isa<ParmVarDecl>(variable))
         functionConstant(sema, variable);
@@ -496,6 +380,7 @@ struct MslAttribute : ParsedAttrInfo {
   static ParsedAttrInfoRegistry::Add<Attribute_##NAME> registration_##NAME(#NAME, "");
 ATTRIBUTE(kernel)
 ATTRIBUTE(msl_kernel)
+ATTRIBUTE(msl_initialised)
 ATTRIBUTE(buffer)
 ATTRIBUTE(__local)  // [[threadgroup(n)]], where `threadgroup` is a macro for __local
 ATTRIBUTE(host_name)

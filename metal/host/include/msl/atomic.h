@@ -14,8 +14,7 @@ enum thread_scope {
   thread_scope_thread,
   thread_scope_simdgroup,
   thread_scope_threadgroup,
-  thread_scope_device,
-  thread_scope_system
+  thread_scope_device
 };
 __MSL void atomic_thread_fence(mem_flags, memory_order, thread_scope = thread_scope_device) {
   __atomic_thread_fence(__ATOMIC_SEQ_CST);

@@ -14,8 +14,8 @@
 // Names of kernels that are no templates are their own host names, so these stay out of the
 // namespace.
 
-[[kernel]] void argmax_final(device const float* partial_values [[buffer(0)]],
-                             device const uint* partial_ids [[buffer(1)]],
+[[kernel]] void argmax_final(const device float* partial_values [[buffer(0)]],
+                             const device uint* partial_ids [[buffer(1)]],
                              device uint* token [[buffer(2)]],
                              device int* position [[buffer(3), function_constant(lily::kAdvance)]],
                              uint tid [[thread_index_in_threadgroup]],
@@ -37,7 +37,7 @@
   }
 }
 
-[[kernel]] void argmax_logits(device const float* logits [[buffer(0)]],
+[[kernel]] void argmax_logits(const device float* logits [[buffer(0)]],
                               device float* partial_values [[buffer(1)]],
                               device uint* partial_ids [[buffer(2)]],
                               uint3 group [[threadgroup_position_in_grid]],

@@ -70,12 +70,12 @@ METAL_FUNC void store8(device A* p, thread const float* x) {
 // threadgroup, a pair of dims a thread; rows and weights are in flight meanwhile.
 // Bytes: (3 H + 4 Hkv) * D * sizeof(A) less the gates.
 template <typename A>
-[[kernel]] void attention_prepare(device const A* q_gate [[buffer(0)]],  // [H][q D | gate D]
-                                  device const A* k [[buffer(1)]], device const A* v [[buffer(2)]],
-                                  device const A* q_norm [[buffer(3)]],
-                                  device const A* k_norm [[buffer(4)]],
-                                  device const float* inv_freq [[buffer(5)]],  // [kRotary / 2]
-                                  device const int* position [[buffer(6)]],
+[[kernel]] void attention_prepare(const device A* q_gate [[buffer(0)]],  // [H][q D | gate D]
+                                  const device A* k [[buffer(1)]], const device A* v [[buffer(2)]],
+                                  const device A* q_norm [[buffer(3)]],
+                                  const device A* k_norm [[buffer(4)]],
+                                  const device float* inv_freq [[buffer(5)]],  // [kRotary / 2]
+                                  const device int* position [[buffer(6)]],
                                   constant int& capacity [[buffer(7)]],  // rows of the cache
                                   device A* q_out [[buffer(8)]],
                                   device A* k_cache [[buffer(9)]],  // [Hkv][capacity][D]
@@ -192,8 +192,8 @@ struct Heads {
 // Adds up what the simdgroups of a threadgroup left of `count` heads, `first` and on: o at
 // o_shared[h - first][simdgroup][place], place (dim % 8) * 32 + dim / 8. Begins and ends with a
 // barrier.
-METAL_FUNC void merge_simdgroups(threadgroup const float* o_shared, threadgroup const float* m_shared,
-                                 threadgroup const float* l_shared, device float2* partial_ml,
+METAL_FUNC void merge_simdgroups(const threadgroup float* o_shared, const threadgroup float* m_shared,
+                                 const threadgroup float* l_shared, device float2* partial_ml,
                                  device float* partial_o, int heads, int first, int count,
                                  int head0, int split, uint tid) {
   const int simdgroups = kAttendSimdgroups;
@@ -252,32 +252,24 @@ METAL_FUNC void finish_split(thread Heads<H>& a, threadgroup float* o_shared,
 // Four rows of a cache, this lane's eight dims of each.
 template <typename A>
 struct Rows {
-  uint4 word[kKeys * sizeof(A) / 2];
+  uint4 word[kKeys];
 };
 
 template <typename A>
-METAL_FUNC void load_rows(thread Rows<A>& rows, device const A* cache, int first, int last,
+METAL_FUNC void load_rows(thread Rows<A>& rows, const device A* cache, int first, int last,
                           uint lane) {
-  constexpr int kWords = int(sizeof(A)) / 2;
   for (int j = 0; j < kKeys; ++j) {
-    device const uint4* p =
-        (device const uint4*)(cache + min(first + j, last) * kD + int(lane) * 8);
-    for (int i = 0; i < kWords; ++i) {
-      rows.word[j * kWords + i] = p[i];
-    }
+    rows.word[j] = *(const device uint4*)(cache + min(first + j, last) * kD + int(lane) * 8);
   }
 }
 
 template <typename A>
 METAL_FUNC void widen_row(thread const Rows<A>& rows, int j, thread float* x) {
-  constexpr int kWords = int(sizeof(A)) / 2;
-  for (int i = 0; i < kWords; ++i) {
-    widen(rows.word[j * kWords + i], x + i * int(16 / sizeof(A)), A(0.0f));
-  }
+  widen(rows.word[j], x, A(0.0f));
 }
 
 template <typename A, int H>
-METAL_FUNC void attend_body(device const A* q, device const A* keys, device const A* values,
+METAL_FUNC void attend_body(const device A* q, const device A* keys, const device A* values,
                             device float2* partial_ml, device float* partial_o,
                             threadgroup float* o_shared, threadgroup float* m_shared,
                             threadgroup float* l_shared, int length, int capacity, int split,
@@ -289,8 +281,8 @@ METAL_FUNC void attend_body(device const A* q, device const A* keys, device cons
   }
   const int end = min(start + split_tokens(length), length);
   const int kv_head = head0 / (kQueryHeads / at_least_1(kKvHeads));
-  device const A* k = keys + ulong(kv_head) * ulong(capacity) * kD;
-  device const A* v = values + ulong(kv_head) * ulong(capacity) * kD;
+  const device A* k = keys + ulong(kv_head) * ulong(capacity) * kD;
+  const device A* v = values + ulong(kv_head) * ulong(capacity) * kD;
 
   const int step = kKeys * kAttendSimdgroups;
   Rows<A> k_rows;
@@ -375,7 +367,7 @@ METAL_FUNC void attend_body(device const A* q, device const A* keys, device cons
 // A threadgroup's split, lane by lane; attention_decode_sync.h has another form.
 struct LaneAttend {
   template <typename A>
-  static METAL_FUNC void run(device const A* q, device const A* keys, device const A* values,
+  static METAL_FUNC void run(const device A* q, const device A* keys, const device A* values,
                              device float2* partial_ml, device float* partial_o,
                              threadgroup float* o_shared, threadgroup float* m_shared,
                              threadgroup float* l_shared, int length, int capacity, uint3 group,
@@ -396,8 +388,8 @@ struct LaneAttend {
 // Grid: (kSplits, H / kPack).
 template <typename A, typename Attend = LaneAttend>
 [[kernel]] void attention_decode(
-    device const A* q [[buffer(0)]], device const A* k_cache [[buffer(1)]],
-    device const A* v_cache [[buffer(2)]], device const int* position [[buffer(3)]],
+    const device A* q [[buffer(0)]], const device A* k_cache [[buffer(1)]],
+    const device A* v_cache [[buffer(2)]], const device int* position [[buffer(3)]],
     constant int& capacity [[buffer(4)]],
     device float2* partial_ml [[buffer(5)]],  // [H][kSplits]
     device float* partial_o [[buffer(6)]],    // [H][kSplits][D]
@@ -414,8 +406,8 @@ template <typename A, typename Attend = LaneAttend>
 // its own key, 32 keys a simdgroup at a time, so that a load touches 32 rows.
 template <typename A>
 [[kernel]] void attention_decode_strided(
-    device const A* q [[buffer(0)]], device const A* k_cache [[buffer(1)]],
-    device const A* v_cache [[buffer(2)]], device const int* position [[buffer(3)]],
+    const device A* q [[buffer(0)]], const device A* k_cache [[buffer(1)]],
+    const device A* v_cache [[buffer(2)]], const device int* position [[buffer(3)]],
     constant int& capacity [[buffer(4)]], device float2* partial_ml [[buffer(5)]],
     device float* partial_o [[buffer(6)]], uint3 group [[threadgroup_position_in_grid]],
     uint tid [[thread_index_in_threadgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -434,8 +426,8 @@ template <typename A>
   }
   const int end = min(start + split_tokens(length), length);
   const int kv_head = head0 / (kQueryHeads / at_least_1(kKvHeads));
-  device const A* k = k_cache + ulong(kv_head) * ulong(capacity) * kD;
-  device const A* v = v_cache + ulong(kv_head) * ulong(capacity) * kD;
+  const device A* k = k_cache + ulong(kv_head) * ulong(capacity) * kD;
+  const device A* v = v_cache + ulong(kv_head) * ulong(capacity) * kD;
   for (int i = int(tid); i < H * kD; i += kAttendSimdgroups * 32) {
     query[i] = float(q[head0 * kD + i]) * kScoreScale;
   }
@@ -451,7 +443,7 @@ template <typename A>
     }
   }
   for (int base = start + 32 * int(simdgroup); base < end; base += 32 * kAttendSimdgroups) {
-    device const A* row = k + min(base + int(lane), end - 1) * kD;
+    const device A* row = k + min(base + int(lane), end - 1) * kD;
     float score[H];
     for (int h = 0; h < H; ++h) {
       score[h] = 0.0f;
@@ -498,10 +490,10 @@ template <typename A>
 // ---------------------------------------------------------------- merge
 
 // o of splits first, first + kMergeSimdgroups, ..., the last split in place of those past it.
-METAL_FUNC void load_partials(thread float2* o, device const float* column, int first, int last) {
+METAL_FUNC void load_partials(thread float2* o, const device float* column, int first, int last) {
 #pragma clang loop unroll(full)
   for (int i = 0; i < kMergeAtOnce; ++i) {
-    o[i] = *(device const float2*)(column + min(first + i * kMergeSimdgroups, last) * kD);
+    o[i] = *(const device float2*)(column + min(first + i * kMergeSimdgroups, last) * kD);
   }
 }
 
@@ -510,8 +502,8 @@ METAL_FUNC void load_partials(thread float2* o, device const float* column, int 
 // o are in flight together, the first of them before the maximum is known.
 template <typename A>
 [[kernel]] void attention_merge(
-    device const float2* partial_ml [[buffer(0)]], device const float* partial_o [[buffer(1)]],
-    device const A* q_gate [[buffer(2)]], device const int* position [[buffer(3)]],
+    const device float2* partial_ml [[buffer(0)]], const device float* partial_o [[buffer(1)]],
+    const device A* q_gate [[buffer(2)]], const device int* position [[buffer(3)]],
     device A* out [[buffer(4)]],  // [H][D]
     uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
@@ -519,14 +511,14 @@ template <typename A>
   start_next();
   const int head = int(group.y);
   const int dim = int(group.x) * kMergeDims + int(lane) * 2;
-  device const A* gate = q_gate + head * 2 * kD + kD + dim;
+  const device A* gate = q_gate + head * 2 * kD + kD + dim;
   const float gate0 = float(gate[0]);
   const float gate1 = float(gate[1]);
   const int length = position[0] + 1;
   const int tokens = split_tokens(length);
   const int splits = min((length + tokens - 1) / at_least_1(tokens), kSplits);
-  device const float2* ml = partial_ml + head * kSplits;
-  device const float* column = partial_o + head * kSplits * kD + dim;
+  const device float2* ml = partial_ml + head * kSplits;
+  const device float* column = partial_o + head * kSplits * kD + dim;
 
   wait_for_previous();
   float2 next[kMergeAtOnce];

@@ -34,11 +34,11 @@ struct ValueTile {
 };
 
 template <typename A>
-METAL_FUNC void load_keys(thread KeyTile& tile, device const A* cache, int base, int last,
+METAL_FUNC void load_keys(thread KeyTile& tile, const device A* cache, int base, int last,
                           uint lane) {
   for (int h = 0; h < 2; ++h) {
     const int row = min(base + 8 * h + int(lane / 4), last);
-    device const uint4* p = (device const uint4*)(cache + row * kD) + (lane & 3u);
+    const device uint4* p = (const device uint4*)(cache + row * kD) + (lane & 3u);
     for (int j = 0; j < 8; ++j) {
       tile.word[h][j] = p[4 * j];
     }
@@ -46,11 +46,11 @@ METAL_FUNC void load_keys(thread KeyTile& tile, device const A* cache, int base,
 }
 
 template <typename A>
-METAL_FUNC void load_values(thread ValueTile& tile, device const A* cache, int base, int last,
+METAL_FUNC void load_values(thread ValueTile& tile, const device A* cache, int base, int last,
                             uint lane) {
   for (int i = 0; i < 4; ++i) {
     const int row = min(base + 8 * (i / 2) + 2 * int(lane & 3u) + i % 2, last);
-    device const uint4* p = (device const uint4*)(cache + row * kD) + lane / 4;
+    const device uint4* p = (const device uint4*)(cache + row * kD) + lane / 4;
     for (int s = 0; s < 4; ++s) {
       tile.word[i][s] = p[8 * s];
     }
@@ -77,7 +77,7 @@ METAL_FUNC float sum_over_keys(float v) {
 
 struct SyncAttend {
   template <typename A>
-  static METAL_FUNC void run(device const A* q, device const A* keys, device const A* values,
+  static METAL_FUNC void run(const device A* q, const device A* keys, const device A* values,
                              device float2* partial_ml, device float* partial_o,
                              threadgroup float* o_shared, threadgroup float* m_shared,
                              threadgroup float* l_shared, int length, int capacity, uint3 group,
@@ -91,8 +91,8 @@ struct SyncAttend {
     }
     const int end = min(start + split_tokens(length), length);
     const int kv_head = head0 / (kQueryHeads / at_least_1(kKvHeads));
-    device const A* k = keys + ulong(kv_head) * ulong(capacity) * kD;
-    device const A* v = values + ulong(kv_head) * ulong(capacity) * kD;
+    const device A* k = keys + ulong(kv_head) * ulong(capacity) * kD;
+    const device A* v = values + ulong(kv_head) * ulong(capacity) * kD;
 
     const int step = kTileKeys * kAttendSimdgroups;
     int base = start + kTileKeys * int(simdgroup);
@@ -107,7 +107,7 @@ struct SyncAttend {
     uint4 query[8];  // of head l / 4
     for (int j = 0; j < 8; ++j) {
       query[j] =
-          ((device const uint4*)(q + (head0 + int(lane / 4)) * kD))[4 * j + int(lane & 3u)];
+          ((const device uint4*)(q + (head0 + int(lane / 4)) * kD))[4 * j + int(lane & 3u)];
     }
 
     // Of heads 2 (l % 4) and the next: o's dims 64 s + 8 (l / 4) + 2 e and the next, running maximum,

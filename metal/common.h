@@ -40,7 +40,7 @@ METAL_FUNC void start_next() {
 }
 
 // A hint that the 128 bytes around p will be read soon, by whichever kernel: to the L2 cache.
-METAL_FUNC void prefetch(device const void* p) {
+METAL_FUNC void prefetch(const device void* p) {
 #if defined(__NVPTX__)
   nvidia::prefetch(p);
 #else
@@ -94,8 +94,8 @@ METAL_FUNC uint4 narrow(thread const float* x, half) {
 
 // Eight values of A from a 16-byte aligned address.
 template <typename A>
-METAL_FUNC void load8(device const A* p, thread float* x) {
-  widen(*(device const uint4*)p, x, A(0.0f));
+METAL_FUNC void load8(const device A* p, thread float* x) {
+  widen(*(const device uint4*)p, x, A(0.0f));
 }
 
 // ---------------------------------------------------------------- activations

@@ -6,7 +6,7 @@
 using namespace metal;
 
 [[kernel]] void copy_rows(
-    device const uint4* src [[buffer(0)]],
+    const device uint4* src [[buffer(0)]],
     device uint4* dst [[buffer(1)]],
     constant uint& src_units [[buffer(2)]],  // of 16 bytes, in a row
     constant uint& dst_units [[buffer(3)]],

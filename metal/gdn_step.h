@@ -45,8 +45,8 @@ struct ConvChannel {
 };
 
 template <typename A>
-METAL_FUNC void load_conv(thread ConvChannel<A>& c, int channel, device const A* conv_state,
-                          device const A* conv_weight) {
+METAL_FUNC void load_conv(thread ConvChannel<A>& c, int channel, const device A* conv_state,
+                          const device A* conv_weight) {
   for (int i = 0; i < 3; ++i) {
     c.x[i] = conv_state[i * conv_channels() + channel];
   }
@@ -58,7 +58,7 @@ METAL_FUNC void load_conv(thread ConvChannel<A>& c, int channel, device const A*
 // Convolution and SiLU of one channel; writes its new conv rows when `owner`.
 template <typename A>
 METAL_FUNC float conv_channel(thread const ConvChannel<A>& c, int channel, bool owner,
-                              device const A* qkv, device A* conv_state_out) {
+                              const device A* qkv, device A* conv_state_out) {
   const int channels = conv_channels();
   const A x3 = qkv[channel];
   float sum = float(c.x[0]) * float(c.w[0]);
@@ -74,7 +74,7 @@ METAL_FUNC float conv_channel(thread const ConvChannel<A>& c, int channel, bool 
 }
 
 // 1 / sqrt(sum of squares + 1e-6) of 128 values in threadgroup memory, by one simdgroup.
-METAL_FUNC float inverse_length(threadgroup const float4* x, uint lane) {
+METAL_FUNC float inverse_length(const threadgroup float4* x, uint lane) {
   const float4 v = x[lane];
   const float squares = fma(v.x, v.x, fma(v.y, v.y, fma(v.z, v.z, v.w * v.w)));
   return precise::rsqrt(group_sum(squares, 32) + kQkEps);
@@ -100,10 +100,10 @@ struct RowPart {
   float4 v[4];
 };
 
-METAL_FUNC RowPart load_row_part(device const float* row, uint lane) {
+METAL_FUNC RowPart load_row_part(const device float* row, uint lane) {
   RowPart p;
   for (int j = 0; j < 4; ++j) {
-    p.v[j] = ((device const float4*)row)[j * 8 + int(lane % 8)];
+    p.v[j] = ((const device float4*)row)[j * 8 + int(lane % 8)];
   }
   return p;
 }
@@ -138,11 +138,11 @@ METAL_FUNC float inverse_rms(float4 y, float eps) {
 }
 
 template <typename A, int SIMDGROUPS>
-METAL_FUNC void gdn_step_body(device const A* qkv, device const A* z, device const A* b,
-                              device const A* a, device const A* conv_state,
-                              device const A* conv_weight, device const float* a_log,
-                              device const A* dt_bias, device const A* norm_weight,
-                              device const float* state, device A* conv_state_out,
+METAL_FUNC void gdn_step_body(const device A* qkv, const device A* z, const device A* b,
+                              const device A* a, const device A* conv_state,
+                              const device A* conv_weight, const device float* a_log,
+                              const device A* dt_bias, const device A* norm_weight,
+                              const device float* state, device A* conv_state_out,
                               device float* state_out, device A* out, threadgroup float4* x,
                               threadgroup float4* y, threadgroup float2* gates, int head, uint tid,
                               uint simdgroup, uint lane) {
@@ -197,7 +197,7 @@ METAL_FUNC void gdn_step_body(device const A* qkv, device const A* z, device con
   const float2 gate = gates[0];
   for (int r = 0; r < kBlocks; ++r) {
     const int row = (r * SIMDGROUPS + int(simdgroup)) * 4 + int(lane / 8);
-    const float v = float(A(((threadgroup const float*)x)[2 * kHeadDim + row]));
+    const float v = float(A(((const threadgroup float*)x)[2 * kHeadDim + row]));
     const float sum = delta_row(s[r], q, k, v, gate.x, gate.y);
     store_row_part(state_out + (head * kHeadDim + row) * kHeadDim, lane, s[r]);
     if (lane % 8 == 0) {
@@ -209,17 +209,17 @@ METAL_FUNC void gdn_step_body(device const A* qkv, device const A* z, device con
   if (int(simdgroup) < kHeadDim / 32) {
     const float scale = inverse_rms(y[lane], kGdnEps);
     out[head * kHeadDim + int(tid)] =
-        A(((threadgroup const float*)y)[tid] * scale * float(weight) * silu(float(zv)));
+        A(((const threadgroup float*)y)[tid] * scale * float(weight) * silu(float(zv)));
   }
 }
 
 template <typename A>
 [[kernel]] void gdn_step(
-    device const A* qkv [[buffer(0)]], device const A* z [[buffer(1)]],
-    device const A* b [[buffer(2)]], device const A* a [[buffer(3)]],
-    device const A* conv_state [[buffer(4)]], device const A* conv_weight [[buffer(5)]],
-    device const float* a_log [[buffer(6)]], device const A* dt_bias [[buffer(7)]],
-    device const A* norm_weight [[buffer(8)]], device const float* state [[buffer(9)]],
+    const device A* qkv [[buffer(0)]], const device A* z [[buffer(1)]],
+    const device A* b [[buffer(2)]], const device A* a [[buffer(3)]],
+    const device A* conv_state [[buffer(4)]], const device A* conv_weight [[buffer(5)]],
+    const device float* a_log [[buffer(6)]], const device A* dt_bias [[buffer(7)]],
+    const device A* norm_weight [[buffer(8)]], const device float* state [[buffer(9)]],
     device A* conv_state_out [[buffer(10)]], device float* state_out [[buffer(11)]],
     device A* out [[buffer(12)]], uint3 group [[threadgroup_position_in_grid]],
     uint tid [[thread_index_in_threadgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -243,9 +243,9 @@ template <typename A>
 // holds q^, k^, v^. Bytes: 16 a channel (four rows and four taps read, three rows written, one
 // result).
 template <typename A>
-[[kernel]] void gdn_conv_step(device const A* qkv [[buffer(0)]],
-                              device const A* conv_state [[buffer(1)]],
-                              device const A* conv_weight [[buffer(2)]],
+[[kernel]] void gdn_conv_step(const device A* qkv [[buffer(0)]],
+                              const device A* conv_state [[buffer(1)]],
+                              const device A* conv_weight [[buffer(2)]],
                               device A* conv_state_out [[buffer(3)]], device A* hat [[buffer(4)]],
                               uint3 group [[threadgroup_position_in_grid]],
                               uint tid [[thread_index_in_threadgroup]],
@@ -267,11 +267,11 @@ template <typename A>
 // The delta update apart: grid (slabs, value heads), 4 * kGdnSimdgroups rows a threadgroup,
 // kGdnSimdgroups dividing 32; y is fp32.
 template <typename A>
-[[kernel]] void gdn_delta_step(device const A* hat [[buffer(0)]], device const A* b [[buffer(1)]],
-                               device const A* a [[buffer(2)]],
-                               device const float* a_log [[buffer(3)]],
-                               device const A* dt_bias [[buffer(4)]],
-                               device const float* state [[buffer(5)]],
+[[kernel]] void gdn_delta_step(const device A* hat [[buffer(0)]], const device A* b [[buffer(1)]],
+                               const device A* a [[buffer(2)]],
+                               const device float* a_log [[buffer(3)]],
+                               const device A* dt_bias [[buffer(4)]],
+                               const device float* state [[buffer(5)]],
                                device float* state_out [[buffer(6)]], device float* y [[buffer(7)]],
                                uint3 group [[threadgroup_position_in_grid]],
                                uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -300,14 +300,14 @@ template <typename A>
 
 // The gated norm apart: a threadgroup of 128 threads a value head.
 template <typename A>
-[[kernel]] void gdn_gated_norm(device const float* y [[buffer(0)]], device const A* z [[buffer(1)]],
-                               device const A* norm_weight [[buffer(2)]],
+[[kernel]] void gdn_gated_norm(const device float* y [[buffer(0)]], const device A* z [[buffer(1)]],
+                               const device A* norm_weight [[buffer(2)]],
                                device A* out [[buffer(3)]],
                                uint3 group [[threadgroup_position_in_grid]],
                                uint tid [[thread_index_in_threadgroup]],
                                uint lane [[thread_index_in_simdgroup]]) {
   const int first = int(group.x) * kHeadDim;
-  const float scale = inverse_rms(((device const float4*)(y + first))[lane], kGdnEps);
+  const float scale = inverse_rms(((const device float4*)(y + first))[lane], kGdnEps);
   const int i = first + int(tid);
   out[i] = A(y[i] * scale * float(norm_weight[tid]) * silu(float(z[i])));
 }

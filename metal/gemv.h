@@ -61,9 +61,9 @@ constant constexpr int kMaxSimdgroups = 16;
 
 template <typename A, typename O>
 struct Matrix {
-  device const uint* w;
-  device const A* scales;
-  device const A* biases;
+  const device uint* w;
+  const device A* scales;
+  const device A* biases;
   device O* y;
   int rows;
   int bits;
@@ -95,7 +95,7 @@ METAL_FUNC Matrix<A, O> matrix_of_block(thread const Matrix<A, O>* m, thread int
 // asked for in begin(), so that it has come when the sum is there.
 template <typename A, typename O>
 struct StoreRow {
-  device const A* residual;
+  const device A* residual;
   float before;
 
   METAL_FUNC void begin(int row) {
@@ -111,8 +111,8 @@ struct StoreRow {
 
 // One simdgroup's walk over its blocks and, in each, over its part of K.
 template <typename A, typename O, typename Put, int R, int U>
-METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, device const A* h,
-                          device const A* norm_weight, device A* x_out, StagedRow<A> x,
+METAL_FUNC void gemv_body(thread const Matrix<A, O>* matrices, const device A* h,
+                          const device A* norm_weight, device A* x_out, StagedRow<A> x,
                           threadgroup float* scratch, thread Put& put, uint group, uint tid,
                           uint simdgroup, uint lane) {
   const int lanes = at_least_1(kLanes);
@@ -202,8 +202,8 @@ struct LaneProducts {
   constexpr static constant int kScratch = kMaxSimdgroups * 32;  // floats of threadgroup memory
 
   template <typename A, typename O, typename Put>
-  static METAL_FUNC void run(thread const Matrix<A, O>* matrices, device const A* h,
-                             device const A* norm_weight, device A* x_out, StagedRow<A> x,
+  static METAL_FUNC void run(thread const Matrix<A, O>* matrices, const device A* h,
+                             const device A* norm_weight, device A* x_out, StagedRow<A> x,
                              threadgroup float* scratch, thread Put& put, uint group, uint tid,
                              uint simdgroup, uint lane) {
     start_next();
@@ -220,23 +220,23 @@ struct LaneProducts {
 // KMAX bounds K: it sizes the threadgroup memory.
 template <typename A, typename O, int KMAX, typename Products = LaneProducts>
 [[kernel]] void gemv(
-    device const A* h [[buffer(0)]],
-    device const A* norm_weight [[buffer(1), function_constant(kNorm)]],
-    device const A* residual [[buffer(2), function_constant(kResidual)]],
-    device A* x_out [[buffer(3), function_constant(kWriteX)]], device const uint* w0 [[buffer(4)]],
-    device const A* scales0 [[buffer(5), function_constant(kQuantized0)]],
-    device const A* biases0 [[buffer(6), function_constant(kQuantized0)]],
-    device O* y0 [[buffer(7)]], device const uint* w1 [[buffer(8), function_constant(kHas1)]],
-    device const A* scales1 [[buffer(9), function_constant(kQuantized1)]],
-    device const A* biases1 [[buffer(10), function_constant(kQuantized1)]],
+    const device A* h [[buffer(0)]],
+    const device A* norm_weight [[buffer(1), function_constant(kNorm)]],
+    const device A* residual [[buffer(2), function_constant(kResidual)]],
+    device A* x_out [[buffer(3), function_constant(kWriteX)]], const device uint* w0 [[buffer(4)]],
+    const device A* scales0 [[buffer(5), function_constant(kQuantized0)]],
+    const device A* biases0 [[buffer(6), function_constant(kQuantized0)]],
+    device O* y0 [[buffer(7)]], const device uint* w1 [[buffer(8), function_constant(kHas1)]],
+    const device A* scales1 [[buffer(9), function_constant(kQuantized1)]],
+    const device A* biases1 [[buffer(10), function_constant(kQuantized1)]],
     device O* y1 [[buffer(11), function_constant(kHas1)]],
-    device const uint* w2 [[buffer(12), function_constant(kHas2)]],
-    device const A* scales2 [[buffer(13), function_constant(kQuantized2)]],
-    device const A* biases2 [[buffer(14), function_constant(kQuantized2)]],
+    const device uint* w2 [[buffer(12), function_constant(kHas2)]],
+    const device A* scales2 [[buffer(13), function_constant(kQuantized2)]],
+    const device A* biases2 [[buffer(14), function_constant(kQuantized2)]],
     device O* y2 [[buffer(15), function_constant(kHas2)]],
-    device const uint* w3 [[buffer(16), function_constant(kHas3)]],
-    device const A* scales3 [[buffer(17), function_constant(kQuantized3)]],
-    device const A* biases3 [[buffer(18), function_constant(kQuantized3)]],
+    const device uint* w3 [[buffer(16), function_constant(kHas3)]],
+    const device A* scales3 [[buffer(17), function_constant(kQuantized3)]],
+    const device A* biases3 [[buffer(18), function_constant(kQuantized3)]],
     device O* y3 [[buffer(19), function_constant(kHas3)]],
     uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
@@ -258,7 +258,7 @@ template <typename A, typename O, int KMAX, typename Products = LaneProducts>
 // The norm apart, for the unfused form: y = rnd(rms_norm(h)). One threadgroup.
 // Bytes: 3 * K * sizeof(A).
 template <typename A>
-[[kernel]] void norm_row(device const A* h [[buffer(0)]], device const A* weight [[buffer(1)]],
+[[kernel]] void norm_row(const device A* h [[buffer(0)]], const device A* weight [[buffer(1)]],
                          device A* y [[buffer(2)]], uint tid [[thread_index_in_threadgroup]],
                          uint simdgroup [[simdgroup_index_in_threadgroup]],
                          uint lane [[thread_index_in_simdgroup]]) {

@@ -77,17 +77,17 @@ struct RowPair {
 
 // Row `row` of a matrix of `units` units a row into half h of the pair.
 template <typename A, int UNITS>
-METAL_FUNC void load_row(thread RowPair<A, UNITS>& t, int h, device const uint* w,
-                         device const A* scales, device const A* biases, int row, int units,
+METAL_FUNC void load_row(thread RowPair<A, UNITS>& t, int h, const device uint* w,
+                         const device A* scales, const device A* biases, int row, int units,
                          int part, uint lane) {
-  device const uint4* q = (device const uint4*)w + row * units + part * UNITS * 4;
+  const device uint4* q = (const device uint4*)w + row * units + part * UNITS * 4;
   const int word = row * (units / 4) + part * UNITS;  // of two groups
   for (int i = 0; i < UNITS; ++i) {
     t.q[h][i] = q[i * 4 + int(lane & 3u)];
   }
   for (int i = 0; i < UNITS; ++i) {
-    t.scale[h][i] = ((device const uint*)scales)[word + i];
-    t.bias[h][i] = ((device const uint*)biases)[word + i];
+    t.scale[h][i] = ((const device uint*)scales)[word + i];
+    t.bias[h][i] = ((const device uint*)biases)[word + i];
   }
 }
 
@@ -141,8 +141,8 @@ METAL_FUNC void put_slice(threadgroup float* out, float2 products, uint lane) {
 constant constexpr int kGather = 8;  // blocks of 16 rows whose slices meet in threadgroup memory
 
 template <typename A, typename O, typename Put, int UNITS>
-METAL_FUNC void gemv_sync_body(thread const Matrix<A, O>* matrices, device const A* h,
-                               device const A* norm_weight, device A* x_out, StagedRow<A> x,
+METAL_FUNC void gemv_sync_body(thread const Matrix<A, O>* matrices, const device A* h,
+                               const device A* norm_weight, device A* x_out, StagedRow<A> x,
                                threadgroup float* scratch, thread Put& put, uint group, uint tid,
                                uint simdgroup, uint lane) {
   constexpr int kRows = 16;
@@ -195,7 +195,7 @@ METAL_FUNC void gemv_sync_body(thread const Matrix<A, O>* matrices, device const
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (finishes) {
-      threadgroup const float* parts =
+      const threadgroup float* parts =
           scratch + (j * kSimdgroups + team * split) * kRows + int(tid) % kRows;
       float sum = parts[0];
       for (int i = 1; i < split; ++i) {
@@ -214,8 +214,8 @@ struct SyncProducts {
   constexpr static constant int kScratch = kGather * kMaxSimdgroups * 16;
 
   template <typename A, typename O, typename Put>
-  static METAL_FUNC void run(thread const Matrix<A, O>* matrices, device const A* h,
-                             device const A* norm_weight, device A* x_out, StagedRow<A> x,
+  static METAL_FUNC void run(thread const Matrix<A, O>* matrices, const device A* h,
+                             const device A* norm_weight, device A* x_out, StagedRow<A> x,
                              threadgroup float* scratch, thread Put& put, uint group, uint tid,
                              uint simdgroup, uint lane) {
     if (kU == 2) {

@@ -78,11 +78,11 @@ struct BestRow {
 };
 
 template <typename A, int KMAX, typename Products = LaneProducts>
-[[kernel]] void head_gemv(device const A* h [[buffer(0)]],
-                          device const A* norm_weight [[buffer(1), function_constant(kNorm)]],
-                          device const uint* w [[buffer(2)]],
-                          device const A* scales [[buffer(3), function_constant(kQuantized0)]],
-                          device const A* biases [[buffer(4), function_constant(kQuantized0)]],
+[[kernel]] void head_gemv(const device A* h [[buffer(0)]],
+                          const device A* norm_weight [[buffer(1), function_constant(kNorm)]],
+                          const device uint* w [[buffer(2)]],
+                          const device A* scales [[buffer(3), function_constant(kQuantized0)]],
+                          const device A* biases [[buffer(4), function_constant(kQuantized0)]],
                           device float* logits [[buffer(5), function_constant(kWriteLogits)]],
                           device float* partial_values [[buffer(6)]],
                           device uint* partial_ids [[buffer(7)]],
@@ -115,10 +115,10 @@ template <typename A, int KMAX, typename Products = LaneProducts>
 }
 
 template <typename A>
-[[kernel]] void embed_row(device const uint* token [[buffer(0)]],
-                          device const uint* w [[buffer(1)]],
-                          device const A* scales [[buffer(2), function_constant(kQuantized0)]],
-                          device const A* biases [[buffer(3), function_constant(kQuantized0)]],
+[[kernel]] void embed_row(const device uint* token [[buffer(0)]],
+                          const device uint* w [[buffer(1)]],
+                          const device A* scales [[buffer(2), function_constant(kQuantized0)]],
+                          const device A* biases [[buffer(3), function_constant(kQuantized0)]],
                           device A* h [[buffer(4)]], uint3 group [[threadgroup_position_in_grid]],
                           uint tid [[thread_index_in_threadgroup]]) {
   const int k = (int(group.x) * kSimdgroups * 32 + int(tid)) * 8;
@@ -128,14 +128,14 @@ template <typename A>
   const int row = int(min(token[0], uint(kRows0 - 1)));
   if (!kQuantized0) {
     for (int i = 0; i < 8; ++i) {
-      h[k + i] = ((device const A*)w)[row * kK + k + i];
+      h[k + i] = ((const device A*)w)[row * kK + k + i];
     }
     return;
   }
   const int g = (row * kK + k) / at_least_1(kGroup);
   const float scale = float(scales[g]);
   const float bias = float(biases[g]);
-  device const uint* p = w + row * (kK * kBits0 / 32) + k * kBits0 / 32;
+  const device uint* p = w + row * (kK * kBits0 / 32) + k * kBits0 / 32;
   for (int i = 0; i < 8; ++i) {
     h[k + i] = A(fma(scale, float(code_in(p, i, kBits0)), bias));
   }

@@ -90,7 +90,7 @@ METAL_FUNC int picked_chunks() {  // a simdgroup
   return (kExperts / 32 + simdgroups - 1) / simdgroups;
 }
 
-METAL_FUNC void load_logits(thread Logits& l, device const float* logits, uint simdgroup,
+METAL_FUNC void load_logits(thread Logits& l, const device float* logits, uint simdgroup,
                             uint lane) {
   const int chunks = kExperts / 32;
   l.top = minus_infinity();
@@ -183,7 +183,7 @@ METAL_FUNC void pick_experts(thread const Logits& logits, threadgroup PickSpace&
 }
 
 // The final weight of rank `rank`.
-METAL_FUNC float picked_weight(threadgroup const PickSpace& space, int rank) {
+METAL_FUNC float picked_weight(const threadgroup PickSpace& space, int rank) {
   float sum = 0.0f;
   for (int i = 0; i < kTopK; ++i) {
     sum += space.probabilities[i];
@@ -195,9 +195,9 @@ METAL_FUNC float picked_weight(threadgroup const PickSpace& space, int rank) {
 
 template <typename A>
 struct Rows3 {
-  device const uint* w;
-  device const A* scales;
-  device const A* biases;
+  const device uint* w;
+  const device A* scales;
+  const device A* biases;
 };
 
 // Gate and up tiles against the same part of x.
@@ -282,22 +282,22 @@ METAL_FUNC void gate_up_body(Rows3<A> gate, Rows3<A> up, device A* act, StagedRo
 // kUpLanes. KMAX bounds the hidden size: it sizes the threadgroup memory.
 template <typename A, int KMAX>
 [[kernel]] void moe_gate_up(
-    device const A* x [[buffer(0)]],
-    device const float* logits [[buffer(1), function_constant(kSelect)]],
-    device const uint* given_ids [[buffer(2), function_constant(kGivenIds)]],
-    device const uint* gate_w
+    const device A* x [[buffer(0)]],
+    const device float* logits [[buffer(1), function_constant(kSelect)]],
+    const device uint* given_ids [[buffer(2), function_constant(kGivenIds)]],
+    const device uint* gate_w
     [[buffer(3), function_constant(kHasExperts)]],  // [experts][width][...]
-    device const A* gate_scales [[buffer(4), function_constant(kExpertScales)]],
-    device const A* gate_biases [[buffer(5), function_constant(kExpertScales)]],
-    device const uint* up_w [[buffer(6), function_constant(kHasExperts)]],
-    device const A* up_scales [[buffer(7), function_constant(kExpertScales)]],
-    device const A* up_biases [[buffer(8), function_constant(kExpertScales)]],
-    device const uint* shared_gate_w [[buffer(9), function_constant(kHasShared)]],
-    device const A* shared_gate_scales [[buffer(10), function_constant(kSharedScales)]],
-    device const A* shared_gate_biases [[buffer(11), function_constant(kSharedScales)]],
-    device const uint* shared_up_w [[buffer(12), function_constant(kHasShared)]],
-    device const A* shared_up_scales [[buffer(13), function_constant(kSharedScales)]],
-    device const A* shared_up_biases [[buffer(14), function_constant(kSharedScales)]],
+    const device A* gate_scales [[buffer(4), function_constant(kExpertScales)]],
+    const device A* gate_biases [[buffer(5), function_constant(kExpertScales)]],
+    const device uint* up_w [[buffer(6), function_constant(kHasExperts)]],
+    const device A* up_scales [[buffer(7), function_constant(kExpertScales)]],
+    const device A* up_biases [[buffer(8), function_constant(kExpertScales)]],
+    const device uint* shared_gate_w [[buffer(9), function_constant(kHasShared)]],
+    const device A* shared_gate_scales [[buffer(10), function_constant(kSharedScales)]],
+    const device A* shared_gate_biases [[buffer(11), function_constant(kSharedScales)]],
+    const device uint* shared_up_w [[buffer(12), function_constant(kHasShared)]],
+    const device A* shared_up_scales [[buffer(13), function_constant(kSharedScales)]],
+    const device A* shared_up_biases [[buffer(14), function_constant(kSharedScales)]],
     device A* act [[buffer(15)]],  // [kTopK][kWidth], then [kSharedWidth]
     device uint* ids [[buffer(16), function_constant(kSelect)]],
     device float* weights [[buffer(17), function_constant(kSelect)]],
@@ -382,7 +382,7 @@ METAL_FUNC void load_unit_x(const device A* x, int unit, thread UnitX<BITS>& v) 
 }
 
 template <typename A, int R, int U, int BITS>
-METAL_FUNC void add_tile_of_act(thread const Tile<A, R, U>& t, device const A* act, int first_unit,
+METAL_FUNC void add_tile_of_act(thread const Tile<A, R, U>& t, const device A* act, int first_unit,
                                 int lanes, thread float* sum) {
   for (int u = 0; u < U; ++u) {
     UnitX<BITS> v;
@@ -396,7 +396,7 @@ METAL_FUNC void add_tile_of_act(thread const Tile<A, R, U>& t, device const A* a
 
 // One slot's products for the threadgroup's rows, to threadgroup memory.
 template <typename A, int R, int U>
-METAL_FUNC void down_body(Rows3<A> down, device const A* act, threadgroup float* products,
+METAL_FUNC void down_body(Rows3<A> down, const device A* act, threadgroup float* products,
                           int first_row, int row0, int width, int bits, uint lane) {
   const int lanes = at_least_1(kDownLanes);
   const int sub_row = int(lane) / lanes;
@@ -437,19 +437,19 @@ METAL_FUNC void down_body(Rows3<A> down, device const A* act, threadgroup float*
 // if kHasShared), at least `rows`.
 template <typename A>
 [[kernel]] void moe_down(
-    device const A* act [[buffer(0)]],
-    device const uint* ids [[buffer(1), function_constant(kHasExperts)]],
-    device const float* weights [[buffer(2), function_constant(kHasExperts)]],
-    device const uint* down_w
+    const device A* act [[buffer(0)]],
+    const device uint* ids [[buffer(1), function_constant(kHasExperts)]],
+    const device float* weights [[buffer(2), function_constant(kHasExperts)]],
+    const device uint* down_w
     [[buffer(3), function_constant(kHasExperts)]],  // [experts][hidden][...]
-    device const A* down_scales [[buffer(4), function_constant(kExpertScales)]],
-    device const A* down_biases [[buffer(5), function_constant(kExpertScales)]],
-    device const uint* shared_down_w [[buffer(6), function_constant(kHasShared)]],
-    device const A* shared_down_scales [[buffer(7), function_constant(kSharedScales)]],
-    device const A* shared_down_biases [[buffer(8), function_constant(kSharedScales)]],
-    device const float* shared_gate [[buffer(9), function_constant(kSharedGate)]],  // [1], a logit
-    device const float* shared_product [[buffer(10), function_constant(kSharedGiven)]],  // [hidden]
-    device const A* h [[buffer(11)]], device A* out [[buffer(12)]],
+    const device A* down_scales [[buffer(4), function_constant(kExpertScales)]],
+    const device A* down_biases [[buffer(5), function_constant(kExpertScales)]],
+    const device uint* shared_down_w [[buffer(6), function_constant(kHasShared)]],
+    const device A* shared_down_scales [[buffer(7), function_constant(kSharedScales)]],
+    const device A* shared_down_biases [[buffer(8), function_constant(kSharedScales)]],
+    const device float* shared_gate [[buffer(9), function_constant(kSharedGate)]],  // [1], a logit
+    const device float* shared_product [[buffer(10), function_constant(kSharedGiven)]],  // [hidden]
+    const device A* h [[buffer(11)]], device A* out [[buffer(12)]],
     uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float products[(kMaxTopK + 1) * kMaxDownRows];

@@ -14,9 +14,9 @@ constant bool kAhead [[function_constant(104)]];
 }
 
 // Grid: one threadgroup of kUpSimdgroups simdgroups that picks, then those that ask.
-[[kernel]] void moe_route(device const float* logits [[buffer(0)]], device uint* ids [[buffer(1)]],
+[[kernel]] void moe_route(const device float* logits [[buffer(0)]], device uint* ids [[buffer(1)]],
                           device float* weights [[buffer(2)]],
-                          device const uint4* ahead [[buffer(3), function_constant(lily::kAhead)]],
+                          const device uint4* ahead [[buffer(3), function_constant(lily::kAhead)]],
                           constant int& lines [[buffer(4)]],  // of ahead
                           uint3 group [[threadgroup_position_in_grid]],
                           uint3 groups [[threadgroups_per_grid]],

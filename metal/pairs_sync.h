@@ -1,5 +1,5 @@
-// Pairs of 16-bit values in a word, as NVIDIA's tensor cores take them (<nvidia_simdgroup>); for PTX
-// alone.
+// Pairs of 16-bit values in a word, as NVIDIA's tensor cores take them (<nvidia_simdgroup>); for
+// PTX alone.
 #pragma once
 
 #include "common.h"

@@ -1,8 +1,12 @@
-// Weights as MLX packs them, and how they come out: the one place that knows a format's bits.
+// Weights as MLX packs them, and how they come out. With quant_sync.h, which makes pairs for
+// NVIDIA's tensor cores, this file alone knows how the bits of a format lie.
 //
-// Affine codes of `bits` bits (4 or 8), lowest bits first, in rows of little-endian words; a value is
-// scale * code + bias of its group. bits = 16: values of A, without scales. `bits` is always a
+// Affine codes of `bits` bits (4 or 8), lowest bits first, in rows of little-endian words; a value
+// is scale * code + bias of its group. bits = 16: values of A, without scales. `bits` is always a
 // function constant or a template argument, so that a kernel holds one format's code.
+//
+// Three forms: code by code for products of several rows and for embeddings (CodeRun), unit by unit
+// for products of one row (UnitX), pairs on tensor cores (quant_sync.h). A new format needs each.
 #pragma once
 
 #include "common.h"
@@ -44,16 +48,17 @@ METAL_FUNC uint code_in(const device uint* first, int i, int bits) {
   return (first[i * bits / 32] >> (i * bits % 32)) & ((1u << bits) - 1u);
 }
 
-// ---------------------------------------------------------------- unit by unit, for products of one row
+// ---------------------------------------------------------------- unit by unit, for products of
+// one row
 //
 // A unit is the 16 bytes that a lane loads at once: 32 codes of 4 bits, 16 of 8 bits, or 8 values
-// of A. Unpacking is what limits a GEMV once its loads are wide, and shifts and
-// conversions are the slow part of it. So a code is masked into the mantissa of a float whose
-// exponent makes the value c + code exactly (c = 16 for bits 19..22, 256 for bits 15..18
-// or 15..22): one shift serves two 4-bit codes, one mask-and-or gives the float, no conversion is
-// needed. The sum starts at -c * sum(x), which takes c out again; the sums of x come with x, once
-// for all rows. Each float is exact; the fp32 sum carries c * x besides code * x, which costs up to
-// 7e-6 of sum |w x| (seen, K = 64), where A = bfloat rounds to 2e-3.
+// of A. Unpacking limits a GEMV once its loads are wide, and shifts and conversions are the slow
+// part of it. So a code is masked into the mantissa of a float whose exponent makes the value c +
+// code exactly (c = 16 for bits 19..22, 256 for bits 15..18 or 15..22): one shift serves two 4-bit
+// codes, one mask-and-or gives the float, no conversion is needed. The sum starts at -c * sum(x),
+// which takes c out again; the sums of x come with x, once for all rows. Each float is exact; the
+// fp32 sum carries c * x besides code * x, which costs up to 7e-6 of sum |w x| (seen, K = 64),
+// where A = bfloat rounds to 2e-3.
 
 constant constexpr uint kExponent16 = 0x41800000u;   // 16.0f
 constant constexpr uint kExponent256 = 0x43800000u;  // 256.0f
@@ -67,7 +72,7 @@ METAL_FUNC int units_in(int depth, int bits) {
   return depth * bits / 128;
 }
 
-METAL_FUNC uint4 load_unit(const device uint* w, int unit) {
+METAL_FUNC uint4 unit_at(const device uint* w, int unit) {
   return ((const device uint4*)w)[unit];
 }
 

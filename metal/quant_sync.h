@@ -8,8 +8,8 @@
 
 namespace lily {
 
-// Codes of 4 bits as pairs of A that hold base + code exactly, base a power of two, by setting them into
-// a mantissa.
+// Codes of 4 bits as pairs of A that hold base + code exactly, base a power of two, by setting them
+// into a mantissa.
 METAL_FUNC float base_value(bfloat) {
   return 128.0f;
 }
@@ -41,21 +41,18 @@ METAL_FUNC uint base_and_codes(uint word, int i) {
   return nvidia::select_bits(word >> (4 * i), 0x000f000fu, pair_base(A(0.0f)));
 }
 
-// Eight values, two a word in their order, as pairs (0, 4), (1, 5), (2, 6), (3, 7): as codes of 4 bits come
-// out of a word, halves at 0 and 16, 4 and 20, ...
+// Eight values, two a word in their order, as pairs (0, 4), (1, 5), (2, 6), (3, 7): as codes of 4
+// bits come out of a word, halves at 0 and 16, 4 and 20, ...
 METAL_FUNC uint4 pair_halves(uint4 x) {
-  return uint4(
-      lower_halves(x[0], x[2]),
-      upper_halves(x[0], x[2]),
-      lower_halves(x[1], x[3]),
-      upper_halves(x[1], x[3]));
+  return uint4(lower_halves(x[0], x[2]), upper_halves(x[0], x[2]), lower_halves(x[1], x[3]),
+               upper_halves(x[1], x[3]));
 }
 
 // Codes 8 j to 8 j + 7 of a run as pairs of A (0, 4), (1, 5), (2, 6), (3, 7), scaled and rounded
 // once.
 template <typename A, int CODES>
-METAL_FUNC uint4 dequantize_pairs(
-    thread const CodeRun<CODES>& run, int j, int bits, A scale, A bias) {
+METAL_FUNC uint4 dequantize_pairs(thread const CodeRun<CODES>& run, int j, int bits, A scale,
+                                  A bias) {
   if (bits > 8) {
     return pair_halves(run.words[j]);
   }
@@ -67,8 +64,7 @@ METAL_FUNC uint4 dequantize_pairs(
 #pragma clang loop unroll(full)
     for (int i = 0; i < 4; ++i) {
       const uint set = base_and_codes<A>(word, i);
-      const uint code =
-          nvidia::fma_pair(set, pair_one(A(0.0f)), pair_minus_base(A(0.0f)), A(0.0f));
+      const uint code = nvidia::fma_pair(set, pair_one(A(0.0f)), pair_minus_base(A(0.0f)), A(0.0f));
       pairs[i] = nvidia::fma_pair(code, scales, biases, A(0.0f));
     }
     return pairs;

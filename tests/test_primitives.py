@@ -96,9 +96,12 @@ def test_projections_of_every_format_and_row_count(dtype, bits, group):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_do_not_depend_on_their_neighbours(dtype):
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_rows_do_not_depend_on_their_neighbours(dtype, bits):
     mx.random.seed(2)
-    linear = nn.QuantizedLinear.from_linear(nn.Linear(256, 77, bias=False), 64, 4)
+    linear = nn.Linear(256, 77, bias=False)
+    if bits:
+        linear = nn.QuantizedLinear.from_linear(linear, 64, bits)
     linear.set_dtype(dtype)
     x = rows(1, 70, 256, dtype)
     together = layers.project(x, linear)[0]

@@ -3,49 +3,133 @@
 
 #include <algorithm>
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 namespace lily {
 namespace {
 
-using F = float __attribute__((vector_size(4 * kLanes)));
-using I = int32_t __attribute__((vector_size(4 * kLanes)));
-using U = uint32_t __attribute__((vector_size(4 * kLanes)));
-using U16 = uint16_t __attribute__((vector_size(2 * kLanes)));
-using U8 = uint8_t __attribute__((vector_size(kLanes)));
+// Lanes of one register. gcc keeps wider vectors in memory, so F is an array of registers.
+#if defined(__AVX512F__)
+constexpr int kNative = 16;
+#elif defined(__AVX2__)
+constexpr int kNative = 8;
+#else
+constexpr int kNative = 4;
+#endif
+constexpr int kParts = kLanes / kNative;
 
-template <typename V>
-inline V read(const void* p) {
-  V v;
-  std::memcpy(&v, p, sizeof(V));
+using V = float __attribute__((vector_size(4 * kNative)));
+using I = int32_t __attribute__((vector_size(4 * kNative)));
+using U = uint32_t __attribute__((vector_size(4 * kNative)));
+using U16 = uint16_t __attribute__((vector_size(2 * kNative)));
+using U8 = uint8_t __attribute__((vector_size(kNative)));
+
+struct F {
+  V part[kParts];
+};
+
+template <typename T>
+inline T read(const void* p) {
+  T v;
+  std::memcpy(&v, p, sizeof(T));
   return v;
 }
 
-inline void write(float* p, F v) {
-  std::memcpy(p, &v, sizeof(F));
+inline F read16(const float* p) {
+  F v;
+  for (int i = 0; i < kParts; ++i) {
+    v.part[i] = read<V>(p + i * kNative);
+  }
+  return v;
+}
+
+inline void write(float* p, const F& v) {
+  for (int i = 0; i < kParts; ++i) {
+    std::memcpy(p + i * kNative, &v.part[i], sizeof(V));
+  }
+}
+
+// kNative unsigned numbers as 32-bit ones, by name: gcc 12 converts loaded codes one by one. The
+// masked forms do the same as the plain ones, whose undefined operand gcc warns of.
+inline I widen(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (I)_mm512_maskz_cvtepu8_epi32(0xffff, read<__m128i>(p));
+#elif defined(__AVX2__)
+  return (I)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__SSE2__)
+  const __m128i zero = {};
+  return (I)_mm_unpacklo_epi16(_mm_unpacklo_epi8(_mm_cvtsi32_si128(read<int>(p)), zero), zero);
+#else
+  return __builtin_convertvector(read<U8>(p), I);
+#endif
+}
+
+inline I widen(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (I)_mm512_maskz_cvtepu16_epi32(0xffff, read<__m256i>(p));
+#elif defined(__AVX2__)
+  return (I)_mm256_cvtepu16_epi32(read<__m128i>(p));
+#elif defined(__SSE2__)
+  return (I)_mm_unpacklo_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), __m128i{});
+#else
+  return __builtin_convertvector(read<U16>(p), I);
+#endif
 }
 
 inline F splat(float x) {
-  return F{} + x;
+  F v;
+  for (V& part : v.part) {
+    part = V{} + x;
+  }
+  return v;
+}
+
+inline F times(const F& a, float b) {
+  F v;
+  for (int i = 0; i < kParts; ++i) {
+    v.part[i] = a.part[i] * b;
+  }
+  return v;
+}
+
+inline void add_product(F& sum, const F& a, const F& b) {
+  for (int i = 0; i < kParts; ++i) {
+    sum.part[i] += a.part[i] * b.part[i];
+  }
+}
+
+inline void add_product(F& sum, const F& a, float b) {
+  for (int i = 0; i < kParts; ++i) {
+    sum.part[i] += a.part[i] * b;
+  }
+}
+
+inline V half_to_float(U bits) {
+  // Shift the exponent into place and rescale, which is exact for denormals too.
+  V magnitude = (V)((bits & 0x7fffu) << 13) * 0x1p112f;
+  U special = (U)((bits & 0x7c00u) == 0x7c00u);
+  U m = ((U)magnitude & ~special) | ((((bits & 0x7fffu) << 13) | 0x7f800000u) & special);
+  return (V)(m | ((bits & 0x8000u) << 16));
 }
 
 template <Type T>
 inline F load16(const void* p, int64_t i) {
   if constexpr (T == Type::f32) {
-    return read<F>(static_cast<const float*>(p) + i);
+    return read16(static_cast<const float*>(p) + i);
   } else {
-    U bits = __builtin_convertvector(read<U16>(static_cast<const uint16_t*>(p) + i), U);
-    if constexpr (T == Type::bf16) {
-      return (F)(bits << 16);
-    } else {
-      // Half to float: shift the exponent into place and rescale, which is exact for denormals too.
-      F magnitude = (F)((bits & 0x7fffu) << 13) * 0x1p112f;
-      U special = (U)((bits & 0x7c00u) == 0x7c00u);
-      U m = ((U)magnitude & ~special) | ((((bits & 0x7fffu) << 13) | 0x7f800000u) & special);
-      return (F)(m | ((bits & 0x8000u) << 16));
+    F v;
+    for (V& part : v.part) {
+      const U bits = (U)widen(static_cast<const uint16_t*>(p) + i);
+      part = T == Type::bf16 ? (V)(bits << 16) : half_to_float(bits);
+      i += kNative;
     }
+    return v;
   }
 }
 
-inline float sum(F v) {
+inline float sum(const F& v) {
   float a[kLanes];
   write(a, v);
   for (int step = kLanes / 2; step > 0; step /= 2) {
@@ -54,10 +138,6 @@ inline float sum(F v) {
     }
   }
   return a[0];
-}
-
-inline F codes_to_float(U8 c) {
-  return __builtin_convertvector(__builtin_convertvector(c, I), F);
 }
 
 // One element of a half type.
@@ -88,14 +168,15 @@ struct Row {
     return splat(element<T>(biases, group));
   }
   // Two vectors, v and v + 1, v even.
-  void pair(int v, F s, F b, F out[2]) const {
-    if constexpr (Bits == 4) {
-      U8 c = read<U8>(codes + v / 2 * kLanes);
-      out[0] = codes_to_float(c & 15) * s + b;
-      out[1] = codes_to_float(c >> 4) * s + b;
-    } else {
-      out[0] = codes_to_float(read<U8>(codes + v * kLanes)) * s + b;
-      out[1] = codes_to_float(read<U8>(codes + (v + 1) * kLanes)) * s + b;
+  void pair(int v, const F& s, const F& b, F out[2]) const {
+    for (int i = 0; i < kParts; ++i) {
+      const uint8_t* c = codes + v * kLanes * Bits / 8 + i * kNative;
+      const I first = widen(c);
+      const I both[2] = {Bits == 4 ? first & 15 : first,
+                         Bits == 4 ? first >> 4 : widen(c + kLanes)};
+      for (int j = 0; j < 2; ++j) {
+        out[j].part[i] = __builtin_convertvector(both[j], V) * s.part[i] + b.part[i];
+      }
     }
   }
 };
@@ -116,7 +197,7 @@ struct Row<0, T> {
   F bias(int) const {
     return F{};
   }
-  void pair(int v, F, F, F out[2]) const {
+  void pair(int v, const F&, const F&, F out[2]) const {
     out[0] = load16<T>(elements, int64_t(v) * kLanes);
     out[1] = load16<T>(elements, int64_t(v + 1) * kLanes);
   }
@@ -145,8 +226,8 @@ void fused(const Matrix& m, int row, const float* x, float* y, int64_t ldy) {
         rows[r].pair(v, s[r], b[r], w);
         for (int t = 0; t < M; ++t) {
           const float* xt = x + int64_t(t) * m.cols + v * kLanes;
-          acc[r][t] += w[0] * read<F>(xt);
-          acc[r][t] += w[1] * read<F>(xt + kLanes);
+          add_product(acc[r][t], w[0], read16(xt));
+          add_product(acc[r][t], w[1], read16(xt + kLanes));
         }
       }
     }
@@ -180,12 +261,12 @@ void tile_of(const float* w, int cols, const float* x, float* y, int64_t ldy) {
   for (int k = 0; k < cols; k += kLanes) {
     F wv[N];
     for (int r = 0; r < N; ++r) {
-      wv[r] = read<F>(w + int64_t(r) * cols + k);
+      wv[r] = read16(w + int64_t(r) * cols + k);
     }
     for (int t = 0; t < M; ++t) {
-      F xv = read<F>(x + int64_t(t) * cols + k);
+      F xv = read16(x + int64_t(t) * cols + k);
       for (int r = 0; r < N; ++r) {
-        acc[r][t] += wv[r] * xv;
+        add_product(acc[r][t], wv[r], xv);
       }
     }
   }
@@ -293,16 +374,17 @@ void delta_rows(float* state, const float* q, const float* k, const float* v, fl
     float* row = state + int64_t(d) * Dk;
     F memory = {};
     for (int i = 0; i < n; ++i) {
-      F s = read<F>(row + i * kLanes) * gate;
+      F s = times(read16(row + i * kLanes), gate);
       write(row + i * kLanes, s);
-      memory += s * read<F>(k + i * kLanes);
+      add_product(memory, s, read16(k + i * kLanes));
     }
     const float change = (v[d] - sum(memory)) * beta;
     F out = {};
     for (int i = 0; i < n; ++i) {
-      F s = read<F>(row + i * kLanes) + read<F>(k + i * kLanes) * change;
+      F s = read16(row + i * kLanes);
+      add_product(s, read16(k + i * kLanes), change);
       write(row + i * kLanes, s);
-      out += s * read<F>(q + i * kLanes);
+      add_product(out, s, read16(q + i * kLanes));
     }
     y[d] = sum(out);
   }
@@ -328,7 +410,7 @@ void scores_of(const void* keys, int64_t key_stride, int count, const float* q, 
       for (int i = 0; i < D; i += kLanes) {
         F kv = load16<T>(key, i);
         for (int r = 0; r < 4; ++r) {
-          acc[r] += kv * read<F>(q + int64_t(h + r) * D + i);
+          add_product(acc[r], kv, read16(q + int64_t(h + r) * D + i));
         }
       }
       for (int r = 0; r < 4; ++r) {
@@ -338,7 +420,7 @@ void scores_of(const void* keys, int64_t key_stride, int count, const float* q, 
     for (; h < heads; ++h) {
       F acc = {};
       for (int i = 0; i < D; i += kLanes) {
-        acc += load16<T>(key, i) * read<F>(q + int64_t(h) * D + i);
+        add_product(acc, load16<T>(key, i), read16(q + int64_t(h) * D + i));
       }
       s[h * lds + j] = sum(acc);
     }
@@ -356,12 +438,12 @@ void mix_heads(const void* values, int64_t value_stride, int count, const float*
   for (int i = 0; i < D; i += kLanes) {
     F acc[H];
     for (int h = 0; h < H; ++h) {
-      acc[h] = read<F>(o + int64_t(h) * D + i) * scale[h];
+      acc[h] = times(read16(o + int64_t(h) * D + i), scale[h]);
     }
     for (int j = 0; j < count; ++j) {
       F v = load16<T>(values, j * value_stride + i);
       for (int h = 0; h < H; ++h) {
-        acc[h] += v * p[h * ldp + j];
+        add_product(acc[h], v, p[h * ldp + j]);
       }
     }
     for (int h = 0; h < H; ++h) {

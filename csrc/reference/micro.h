@@ -1,4 +1,4 @@
-// The reference's inner loops, compiled once per instruction set from one plain source (micro.cpp)
+// The reference's inner loops, compiled once per instruction set from one source (micro.cpp)
 // and chosen at load time. Each result element is a fixed sequence of operations that does not
 // depend on how many rows are computed together, so one pass, chunks and single steps agree bit for
 // bit.

@@ -280,3 +280,24 @@ def test_fused_norm_rounds_as_the_norm_apart(host: str, k: int, n: int) -> None:
     c = {**c, 16: False}
     launch("gemv_bf16_k2048", {0: x, **matrix, 7: apart}, gemv_grid(c), 128, host, c)
     np.testing.assert_array_equal(fused, apart)
+
+
+@pytest.mark.parametrize("host,n", [("checked", 35), ("cpu", 260)])
+@pytest.mark.parametrize("sync", [False, True], ids=["lanes", "tensor_cores"])
+@pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
+def test_residual_is_added_to_the_rounded_product(a: Dtype, sync: bool, host: str, n: int) -> None:
+    """rnd(residual + rnd(product)), bit for bit, where one rounding would give other values."""
+    k, rng = 512, np.random.default_rng(4)
+    w, x = make_weight(rng, (n, k), a, 4, 64), a.store(rng.standard_normal(k))
+    exact, _ = product(w, a.load(x))
+    residual = a.store(rng.standard_normal(n) * exact.std())
+    r = a.load(residual)
+    assert (a.rnd(r + exact) != a.rnd(r + a.rnd(exact))).sum() > 1
+    shape = dict(**SYNC, u=2, split=2) if sync else dict(lanes=8, r=2, u=1)
+    file, prefix = ("gemv_sync.metal", "sync_") if sync else ("gemv.metal", "")
+    alone, added = a.empty(n), a.empty(n)
+    for y, more in ((alone, {}), (added, {2: residual})):
+        c = gemv_constants(k, [w], **shape, residual=bool(more))
+        buffers = {0: x, **more, **weight_buffers(w, 4), 7: y}
+        launch(file, prefix + gemv_name(a, a, k), c, buffers, (gemv_grid(c),), 32 * c[14], host)
+    np.testing.assert_array_equal(added, a.store(r + a.load(alone)))

@@ -42,8 +42,8 @@ template <typename A>
   const size_t group = row * size_t(p.columns / at_least_1(kGroup)) + k / at_least_1(kGroup);
   const float scale = float(scales[group]);
   const float bias = float(biases[group]);
-  const device uint* words = w + row * size_t(p.columns * kBits / 32) + k * kBits / 32;
+  const device uint* codes = w + row * size_t(p.columns * kBits / 32);
   for (int i = 0; i < 8; ++i) {
-    to[i] = A(fma(scale, float(code_in(words, i, kBits)), bias));
+    to[i] = A(fma(scale, float(code_in(codes, k, i, kBits)), bias));
   }
 }

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "common.h"
+#include "params.h"
 
 namespace lily {
 
@@ -43,8 +44,9 @@ METAL_FUNC uint code_at(thread const CodeRun<CODES>& run, int i, int bits) {
   return (run.words[word / 4][word % 4] >> (i * bits % 32)) & ((1u << bits) - 1u);
 }
 
-// Code i of those that start with word `first`.
-METAL_FUNC uint code_in(const device uint* first, int i, int bits) {
+// Code k + i of a row, k a multiple of 8, i below 8.
+METAL_FUNC uint code_in(const device uint* row, int k, int i, int bits) {
+  const device uint* first = row + k * bits / 32;
   return (first[i * bits / 32] >> (i * bits % 32)) & ((1u << bits) - 1u);
 }
 
@@ -63,16 +65,12 @@ METAL_FUNC uint code_in(const device uint* first, int i, int bits) {
 constant constexpr uint kExponent16 = 0x41800000u;   // 16.0f
 constant constexpr uint kExponent256 = 0x43800000u;  // 256.0f
 
-METAL_FUNC constexpr int unit_codes(int bits) {
-  return 128 / bits;
-}
-
 // The units of a row of `depth` values.
 METAL_FUNC int units_in(int depth, int bits) {
-  return depth * bits / 128;
+  return depth / unit_codes(bits);
 }
 
-METAL_FUNC uint4 unit_at(const device uint* w, int unit) {
+METAL_FUNC uint4 unit_at(const device uint* w, int unit, int) {
   return ((const device uint4*)w)[unit];
 }
 

@@ -39,7 +39,7 @@ def make(folder: Path) -> None:
         name = "x".join(map(str, block))
         text = "".join(
             f'#include "{h}.h"\n'
-            for h in ("gemm_sync", "qgemm", "qgemm_instances", "moe_gemm", "moe_gemm_instances")
+            for h in ("gemm_mma", "qgemm", "qgemm_instances", "moe_gemm", "moe_gemm_instances")
         )
         kind = f"GemmBlock<{', '.join(map(str, block))}>"
         text += f"typedef {kind} Block;\n"

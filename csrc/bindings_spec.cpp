@@ -36,7 +36,7 @@ struct ReadSpec {
   }
   void operator()(const char* name, nb::object value, VectorSpec& x) const {
     if (value.is_none()) {
-      x = {0, std::string(name) == "A_log" ? Type::f32 : t};
+      x = {0, std::string(name) == "A_log" ? Type::fp32 : t};
     } else {
       auto pair = nb::cast<nb::sequence>(value);
       x = {nb::cast<int>(pair[0]), to_type(nb::cast<std::string>(pair[1]))};
@@ -99,7 +99,7 @@ Model<K> read_model(nb::dict d, F&& convert) {
 }  // namespace
 
 Type to_type(const std::string& name) {
-  for (Type t : {Type::bf16, Type::f16, Type::f32}) {
+  for (Type t : {Type::bf16, Type::fp16, Type::fp32}) {
     if (name == name_of(t)) {
       return t;
     }

@@ -6,11 +6,7 @@
 namespace lily {
 
 std::string suffix(Type t) {
-  return t == Type::bf16 ? "bf16" : t == Type::f16 ? "f16" : "f32";
-}
-
-std::string rows_suffix(Type t) {
-  return t == Type::bf16 ? "bf16" : "fp16";
+  return t == Type::bf16 ? "bf16" : t == Type::fp16 ? "fp16" : "fp32";
 }
 
 void set_constants(Dispatch& d, const Constants& values) {

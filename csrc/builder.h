@@ -40,9 +40,8 @@ inline int largest_power(int n, int most) {
   return std::min(n & -n, most);
 }
 
-// Activation dtype as kernel names spell it: "bf16", "f16"; kernels of several rows say "fp16".
+// Activation dtype as kernel names spell it: "bf16" or "fp16".
 std::string suffix(Type t);
-std::string rows_suffix(Type t);
 
 // Bits as kernels count them: of a plain element where the weight is not quantized.
 inline int kernel_bits(const MatrixSpec& m, Type t) {

@@ -64,11 +64,11 @@ const char* to_string(ReasonCode code) {
 }
 
 const char* name_of(Type t) {
-  return t == Type::bf16 ? "bfloat16" : t == Type::f16 ? "float16" : "float32";
+  return t == Type::bf16 ? "bfloat16" : t == Type::fp16 ? "float16" : "float32";
 }
 
 Choice check_activations(Target target, Type t) {
-  if (target != Target::cpu && t == Type::f32) {
+  if (target != Target::cpu && t == Type::fp32) {
     return refused(ReasonCode::unsupported_dtype,
                    "dtype 'float32' has no kernel; bfloat16 and float16 have.");
   }

@@ -18,6 +18,18 @@ struct LayerProgram {
   mutable std::shared_ptr<const void> on_device;  // the tables there, kept by a backend
 };
 
+// Binds a primitive's arrays to its slots; bind(slot, array).
+template <typename Array, typename Bind>
+void bind_layer(const LayerProgram& layer, const std::vector<Array>& in,
+                const std::vector<Array>& out, Bind&& bind) {
+  for (size_t i = 0; i < layer.inputs.size(); ++i) {
+    bind(layer.inputs[i], in.at(i));
+  }
+  for (size_t i = 0; i < layer.outputs.size(); ++i) {
+    bind(layer.outputs[i], out.at(i));
+  }
+}
+
 std::shared_ptr<LayerProgram> finished(Builder& b, std::vector<SlotId> inputs,
                                        std::vector<SlotId> outputs);
 

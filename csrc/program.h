@@ -34,6 +34,10 @@ struct Slot {
   bool written = false;
 };
 
+inline bool overlap(size_t a, size_t a_bytes, size_t b, size_t b_bytes) {
+  return a < b + b_bytes && b < a + a_bytes;
+}
+
 // Bytes of a slot; by default all of it.
 struct Range {
   static constexpr size_t kToEnd = ~size_t{0};

@@ -3,23 +3,14 @@
 #include <cstdlib>
 #include <cstring>
 
-#ifdef LILY_METAL
-#include "backend/metal.h"
-#endif
-#ifdef LILY_CUDA
-#include "backend/cuda_layers.h"
-#endif
+#include "backend/gpu.h"
 #include "mlx/backend/cpu/encoder.h"
 
 namespace lily {
 namespace {
 
-// Vectors are loaded with this alignment by code that was compiled for it.
-#ifdef LILY_CUDA
-constexpr size_t kAlignment = 16;
-#else
-constexpr size_t kAlignment = 8;
-#endif
+// Vectors are loaded with this alignment by code that was compiled for the CPU.
+constexpr size_t kHostAlignment = 8;
 
 struct Global {
   std::mutex mutex;
@@ -154,13 +145,7 @@ void count_run(const std::string& kind, const std::string& kernel, const std::st
 // ---- Layers
 
 Target gpu_target() {
-#if defined(LILY_METAL)
-  return mx::metal::is_nax_available() ? Target::metal_nax : Target::metal;
-#elif defined(LILY_CUDA)
-  return Target::cuda;
-#else
-  return Target::cpu;
-#endif
+  return gpu() != nullptr ? gpu()->target() : Target::cpu;
 }
 
 Target target_of(mx::Stream s) {
@@ -175,13 +160,11 @@ std::string layout_refusal(const mx::array& a) {
   if (!a.flags().row_contiguous) {
     return "an array is not contiguous";
   }
-#ifdef LILY_CUDA  // data() would move the array to where the CPU can read it
-  const size_t start = static_cast<size_t>(a.offset());
-#else
-  const auto start = reinterpret_cast<uintptr_t>(a.data<char>());
-#endif
-  if (start % kAlignment != 0) {
-    return "an array does not start at a multiple of " + std::to_string(kAlignment) + " bytes";
+  const size_t alignment = gpu() != nullptr ? gpu()->alignment() : kHostAlignment;
+  const size_t start =
+      gpu() != nullptr ? gpu()->start(a) : reinterpret_cast<uintptr_t>(a.data<char>());
+  if (start % alignment != 0) {
+    return "an array does not start at a multiple of " + std::to_string(alignment) + " bytes";
   }
   return "";
 }
@@ -220,33 +203,19 @@ bool run_layer(mx::Stream s, const std::string& kind, const Choice& choice, cons
     return true;
   }
   auto layer = cached(kind + " " + to_string(target_of(s)) + " " + key.text, build);
-#ifdef LILY_METAL
+  count_run(kind, choice.kernel, "");
   if (s.device == mx::Device::gpu) {
-    run_on_metal(s, layer, in, out);
+    gpu()->run(s, layer, in, out);
     return true;
   }
-#endif
-#ifdef LILY_CUDA
-  if (s.device == mx::Device::gpu) {
-    run_on_cuda(s, layer, in, out);
-    count_run(kind, choice.kernel, "");
-    return true;
-  }
-#endif
   std::shared_ptr<MetalHost> host = current_metal_host();
   host->prepare(layer->program);
   Bindings b(layer->program);
-  for (size_t i = 0; i < layer->inputs.size(); ++i) {
-    bind_on_host(b, layer->inputs[i], in.at(i));
-  }
-  for (size_t i = 0; i < layer->outputs.size(); ++i) {
-    bind_on_host(b, layer->outputs[i], out.at(i));
-  }
+  bind_layer(*layer, in, out, [&](SlotId slot, const mx::array& a) { bind_on_host(b, slot, a); });
   for (const Builder::Table& t : layer->tables) {
     bind_on_host(b, t);
   }
   MetalHost::queue(s, host, layer, layer->program, std::move(b));
-  count_run(kind, choice.kernel, "");
   return true;
 }
 

@@ -107,7 +107,7 @@ def with_residency(ptx: str, entry: str, constants: dict[str, Any]) -> str:
     Left to itself the assembler takes a few more than that, and half as many fit.
     """
     simdgroups = constants.get("kSimdgroups")
-    if not entry.startswith(("sync_gemv_", "sync_head_")) or RESIDENT % simdgroups:
+    if not entry.startswith(("mma_gemv_", "mma_head_")) or RESIDENT % simdgroups:
         return ptx
     bound = f".maxntid {32 * simdgroups}, 1, 1\n.minnctapersm {RESIDENT // simdgroups}"
     return re.sub(rf"(\.entry {entry}\([^)]*\))", rf"\1\n{bound}", ptx, count=1)
@@ -138,7 +138,11 @@ def only_entry(ptx: str, entry: str) -> str:
     variable = re.compile(r"^[^\n]*\.shared \.align \d+ \.b8 (\w+)\[\d+\];\n", re.M)
     used = set(re.findall(r"\w+", variable.sub("", text)))
     text = variable.sub(lambda m: m[0] if m[1] in used else "", text)
-    return text
+    # Labels and stacks carry the entry's number in its file, which other entries change.
+    # Comments go, but for the marks that the backend reads (csrc/backend/cuda.cpp).
+    text = re.sub(r"[ \t]*//(?![^\n]*griddepcontrol)[^\n]*", "", text)
+    text = re.sub(r"\$L__BB\d+_|__local_depot\d+", lambda m: re.sub(r"\d+", "", m[0]), text)
+    return re.sub(r"\n\s*\n+", "\n", text)
 
 
 def decode_pipelines(

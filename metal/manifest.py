@@ -62,10 +62,12 @@ def entry(info: KernelInfo, file: str, constants: dict[str, tuple[int, str]]) ->
 def collect(folder: Path = FOLDER) -> list[dict[str, Any]]:
     """The entries of every *.metal file of `folder`. Raises HostError for an invalid source."""
     entries = []
-    for file in sorted(folder.glob("*.metal")):
+    for file in sorted(folder.glob("**/*.metal")):
         source = Source(file, metal=language(file))
         kernels = source.check()
-        entries += [entry(k, file.name, source.constants) for k in kernels]
+        entries += [
+            entry(k, file.relative_to(folder).as_posix(), source.constants) for k in kernels
+        ]
     return entries
 
 

@@ -59,7 +59,7 @@ struct MoeDownParams {
   int width;   // values in a row of act
 };
 
-// moe_combine (prefill_ops.h)
+// moe_combine (row_ops.h)
 struct CombineParams {
   int hidden;        // values in a row
   int top_k;         // rows of down that a token sums
@@ -67,7 +67,7 @@ struct CombineParams {
   int has_residual;  // flag: adds the row of h
 };
 
-// conv_prefill (conv_prefill.h)
+// gated_delta_conv_rows (gated_delta_conv.h)
 struct ConvParams {
   int tokens;       // rows of a batch row
   int key_heads;    // heads of q, and of k
@@ -76,15 +76,15 @@ struct ConvParams {
   int has_lengths;  // flag: lengths says where the new conv state ends; 0: at the last token
 };
 
-// gdn_scan, gdn_scan_norm, gdn_scan_block (gdn_scan.h)
-struct GdnParams {
+// gated_delta_scan, gated_delta_scan_norm, gated_delta_scan_block (gated_delta_scan.h)
+struct GatedDeltaParams {
   int tokens;       // rows of a batch row
   int key_heads;    // heads of q, and of k
   int value_heads;  // heads of v, a multiple of key_heads
   float eps;        // of the gated norm, added to the mean of squares
 };
 
-// attention_prep (attention_prep.h)
+// attention_prepare (attention_prepare.h)
 struct AttentionPrepParams {
   int tokens;         // rows of a batch row
   int q_heads;        // query heads

@@ -1,4 +1,4 @@
-// Weights as MLX packs them, and how they come out. With quant_sync.h, which makes pairs for
+// Weights as MLX packs them, and how they come out. With quant_mma.h, which makes pairs for
 // NVIDIA's tensor cores, this file alone knows how the bits of a format lie.
 //
 // Affine codes of `bits` bits (4 or 8), lowest bits first, in rows of little-endian words; a value
@@ -6,7 +6,7 @@
 // function constant or a template argument, so that a kernel holds one format's code.
 //
 // Three forms: code by code for products of several rows and for embeddings (CodeRun), unit by unit
-// for products of one row (UnitX), pairs on tensor cores (quant_sync.h). A new format needs each.
+// for products of one row (UnitX), pairs on tensor cores (quant_mma.h). A new format needs each.
 #pragma once
 
 #include "common.h"

@@ -66,7 +66,7 @@ def test_the_same_kernels_are_the_same_bytes(packaged, tmp_path):
     assert ptx_archive.read(tmp_path / "one") == packaged
 
 
-@pytest.mark.parametrize("name", ["gemv.metal", "common.h"])
+@pytest.mark.parametrize("name", ["linear/gemv.metal", "common.h"])
 def test_another_source_is_refused(sources, name):
     """A kernel's own file, or one that it includes."""
     assert names(ptx_archive.PACKAGED)
@@ -80,7 +80,7 @@ def test_another_source_is_refused(sources, name):
 
 
 def test_what_no_kernel_of_it_includes_may_change(sources):
-    with (sources / "tile_mma_nax.h").open("a") as file:
+    with (sources / "linear/tile_nax.h").open("a") as file:
         file.write("// changed\n")
     assert names(ptx_archive.PACKAGED)
 

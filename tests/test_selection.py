@@ -69,9 +69,9 @@ def test_rows_choose_the_kernel(on):
     ask = lambda rows: selection.moe(BF16, moe(), rows=rows, on=on)  # noqa: E731
     assert kernels(ask, (1, 16, 17)) == ["moe_rows", "moe_rows", "moe_gemm"]
     masked = selection.gated_delta(BF16, delta(), rows=1, masked=True, on=on)
-    assert masked.kernel == "gdn_scan"
+    assert masked.kernel == "gated_delta_scan"
     step = selection.gated_delta(BF16, delta(), rows=1, on=on)
-    assert step.kernel == ("gdn_scan" if on == "cuda" else "gdn_step")
+    assert step.kernel == ("gated_delta_scan" if on == "cuda" else "gated_delta_step")
 
 
 CPU, METAL, CUDA = "cpu", "metal", "cuda"

@@ -8,7 +8,9 @@
 #include <stdexcept>
 
 #include "backend/cuda.h"
+#include "backend/cuda_layers.h"
 #include "backend/cuda_memory.h"
+#include "backend/gpu.h"
 #include "backend/planned_decode.h"
 #include "model.h"
 
@@ -315,20 +317,11 @@ class CudaDecode : public PlannedDecode {
     last_bindings_.emplace(program_->program);
     Bindings& bindings = *last_bindings_;
     auto bind = [&](SlotId slot, const mx::array& a) { bindings.bind(slot, device_buffer(a)); };
-    const auto arrays = plan_.arrays();
-    for (size_t i = 0; i < arrays.size(); ++i) {
-      bind(program_->weights[i], *arrays[i]);
-    }
+    bind_weights(*program_, plan_, bind);
     for (size_t i = 0; i < space_->tables.size(); ++i) {
       bindings.bind(program_->tables[i].slot, space_->tables[i].buffer());
     }
-    for (size_t i = 0; i < used.size(); ++i) {
-      bind(program_->caches[i].first, *used[i].first);
-      bind(program_->caches[i].second, *used[i].second);
-      if (used[i].first_next != nullptr) {
-        bind(program_->caches[i].first_next, *used[i].first_next);
-      }
-    }
+    bind_caches(*program_, used, bind);
     bindings.bind(program_->token, space_->token.buffer());
     bindings.bind(program_->position, space_->position.buffer());
     bindings.bind(program_->next, space_->next.buffer());
@@ -360,14 +353,39 @@ class CudaDecode : public PlannedDecode {
   std::vector<std::shared_ptr<CudaGraph>> retired_;
 };
 
+class CudaGpu : public Gpu {
+ public:
+  Target target() const override {
+    return Target::cuda;
+  }
+  void allocate(mx::array& out) const override {
+    allocate_on_device(out);
+  }
+  // data() would move the array to where the CPU can read it; buffers start at more than 16 bytes.
+  size_t start(const mx::array& a) const override {
+    return static_cast<size_t>(a.offset());
+  }
+  size_t alignment() const override {
+    return 16;
+  }
+  void run(mx::Stream stream, const std::shared_ptr<const LayerProgram>& layer,
+           const std::vector<mx::array>& in, const std::vector<mx::array>& out) const override {
+    run_on_cuda(stream, layer, in, out);
+  }
+  std::unique_ptr<GpuDecode> make_decode(const DecodePlan& plan) const override {
+    return std::make_unique<CudaDecode>(plan);
+  }
+};
+
 }  // namespace
+
+const Gpu* gpu() {
+  static const CudaGpu cuda;
+  return &cuda;
+}
 
 void set_cuda_step_options(const StepOptions& options) {
   set_options() = options;
-}
-
-std::unique_ptr<GpuDecode> make_gpu_decode(const DecodePlan& plan) {
-  return std::make_unique<CudaDecode>(plan);
 }
 
 }  // namespace lily

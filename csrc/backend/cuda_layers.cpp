@@ -101,14 +101,9 @@ void run_on_cuda(mx::Stream stream, const std::shared_ptr<const LayerProgram>& l
   encoder.device().make_current();
   const Program& program = layer->program;
   Arrays arrays(program);
-  for (size_t i = 0; i < layer->inputs.size(); ++i) {
-    if (layer->inputs[i].index >= 0) {
-      arrays.bind(layer->inputs[i], in.at(i));
-    }
-  }
-  for (size_t i = 0; i < layer->outputs.size(); ++i) {
-    arrays.bind(layer->outputs[i], out.at(i));
-    encoder.add_temporary(out[i]);  // MLX keeps the inputs; an output may lose its last holder
+  bind_layer(*layer, in, out, [&](SlotId slot, const mx::array& a) { arrays.bind(slot, a); });
+  for (const mx::array& a : out) {
+    encoder.add_temporary(a);  // MLX keeps the inputs; an output may lose its last holder
   }
   const std::vector<mx::array>& tables = tables_of(*layer);
   for (size_t i = 0; i < tables.size(); ++i) {

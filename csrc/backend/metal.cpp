@@ -66,14 +66,8 @@ void run_on_metal(mlx::core::Stream stream, const std::shared_ptr<const LayerPro
                   const std::vector<mlx::core::array>& in,
                   const std::vector<mlx::core::array>& out) {
   Bindings bindings(layer->program);
-  for (size_t i = 0; i < layer->inputs.size(); ++i) {
-    if (layer->inputs[i].index >= 0) {
-      bind_metal(bindings, layer->inputs[i], in.at(i));
-    }
-  }
-  for (size_t i = 0; i < layer->outputs.size(); ++i) {
-    bind_metal(bindings, layer->outputs[i], out.at(i));
-  }
+  bind_layer(*layer, in, out,
+             [&](SlotId slot, const mlx::core::array& a) { bind_metal(bindings, slot, a); });
   auto& encoder = metal::get_command_encoder(stream);
   for (const Builder::Table& t : layer->tables) {
     mlx::core::array table = metal_bytes(t.data.size(), t.data.data());

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "backend/gpu.h"
 #include "backend/metal.h"
 #include "backend/planned_decode.h"
 
@@ -31,14 +32,8 @@ class MetalDecode : public PlannedDecode {
       build(capacities(used));
     }
     Bindings bindings = *weights_;
-    for (size_t i = 0; i < used.size(); ++i) {
-      const StepProgram::Caches& slots = program_->caches[i];
-      bind_metal(bindings, slots.first, *used[i].first);
-      bind_metal(bindings, slots.second, *used[i].second);
-      if (used[i].first_next != nullptr) {
-        bind_metal(bindings, slots.first_next, *used[i].first_next);
-      }
-    }
+    bind_caches(*program_, used,
+                [&](SlotId slot, const mx::array& a) { bind_metal(bindings, slot, a); });
     const int32_t at = position;
     mx::array position_bytes = metal_bytes(sizeof at, &at);
     mx::array arena = metal_bytes(program_->program.arena_bytes());
@@ -101,10 +96,8 @@ class MetalDecode : public PlannedDecode {
     weights_.reset();
     program_ = programs_->at(capacities, options);
     weights_.emplace(program_->program);
-    const auto arrays = plan_.arrays();
-    for (size_t i = 0; i < arrays.size(); ++i) {
-      bind_metal(*weights_, program_->weights[i], *arrays[i]);
-    }
+    bind_weights(*program_, plan_,
+                 [&](SlotId slot, const mx::array& a) { bind_metal(*weights_, slot, a); });
     tables_.clear();
     for (const auto& table : program_->tables) {
       tables_.push_back(metal_bytes(table.data.size(), table.data.data()));
@@ -117,10 +110,34 @@ class MetalDecode : public PlannedDecode {
   std::vector<mx::array> tables_;
 };
 
+class MetalGpu : public Gpu {
+ public:
+  Target target() const override {
+    return mx::metal::is_nax_available() ? Target::metal_nax : Target::metal;
+  }
+  void allocate(mx::array& out) const override {
+    lily::allocate(out);
+  }
+  size_t start(const mx::array& a) const override {
+    return reinterpret_cast<uintptr_t>(a.data<char>());
+  }
+  size_t alignment() const override {
+    return 8;
+  }
+  void run(mx::Stream stream, const std::shared_ptr<const LayerProgram>& layer,
+           const std::vector<mx::array>& in, const std::vector<mx::array>& out) const override {
+    run_on_metal(stream, layer, in, out);
+  }
+  std::unique_ptr<GpuDecode> make_decode(const DecodePlan& plan) const override {
+    return std::make_unique<MetalDecode>(plan);
+  }
+};
+
 }  // namespace
 
-std::unique_ptr<GpuDecode> make_gpu_decode(const DecodePlan& plan) {
-  return std::make_unique<MetalDecode>(plan);
+const Gpu* gpu() {
+  static const MetalGpu metal;
+  return &metal;
 }
 
 }  // namespace lily

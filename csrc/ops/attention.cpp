@@ -9,7 +9,7 @@ namespace lily {
 namespace {
 
 constexpr int kHeadDim = 256;
-constexpr int kRotary = 64;  // of attention_prep
+constexpr int kRotary = 64;  // of attention_prepare
 
 }  // namespace
 
@@ -32,7 +32,7 @@ Choice attention_kernel(Target target, Type t, const AttentionShape& shape,
                            check_range("rotary dims", shape.rotary, kRotary, kRotary),
                            check_vector(target, t, q_norm, "q_norm.weight"),
                            check_vector(target, t, k_norm, "k_norm.weight"));
-  return c ? chosen("attention_prep") : c;
+  return c ? chosen("attention_prepare") : c;
 }
 
 Choice attention_step_kernel(Target target, Type t, const Attention<Specs>& l) {
@@ -68,7 +68,7 @@ SlotId frequency_table(Builder& b, int rotary, float base) {
 }
 
 std::string prepare_kernel(Type t) {
-  return "attention_prep_" + rows_suffix(t) + "_d" + std::to_string(kHeadDim) + "_r" +
+  return "attention_prepare_rows_" + suffix(t) + "_d" + std::to_string(kHeadDim) + "_r" +
          std::to_string(kRotary);
 }
 
@@ -124,7 +124,7 @@ struct Splits {
   int block;  // tokens, 0: splits of equal length
   int simdgroups;
   int pack = 4;      // query heads of one KV head a threadgroup
-  bool mma = false;  // attention_decode_sync.h
+  bool mma = false;  // attention_decode_mma.h
 
   int used(int length) const {
     if (block > 0) {
@@ -214,7 +214,7 @@ void add_attention_row(Builder& b, const AttentionShape& a, const AttentionSlots
   SlotId ml = b.scratch(name + "partial_ml", 8 * parts);
   SlotId sums = b.scratch(name + "partial_o", 4 * parts * D);
   const size_t used_parts = size_t(a.heads) * used;
-  const char* form = splits.mma    ? "sync_attention_decode_"
+  const char* form = splits.mma    ? "mma_attention_decode_"
                      : o.coalesced ? "attention_decode_"
                                    : "attention_decode_strided_";
   Dispatch d(kernels().at(form + suffix(b.t)));

@@ -1,10 +1,10 @@
 // Full attention with an output gate, between its projections.
 //
-//   attention_prep   q and k norm and rotary for any batch and length (metal/attention_prep.h);
-//   attention over a prompt
+//   attention_prepare   q and k norm and rotary for any batch and length
+//   (metal/attention/attention_prepare.h); attention over a prompt
 //                    is then MLX's own op
 //   the decode step's own form for one row: prepare, attend in splits of the cache, merge
-//   (metal/attention_decode.h, attention_decode_sync.h)
+//   (metal/attention/attention_decode.h, attention_decode_mma.h)
 #pragma once
 
 #include <memory>

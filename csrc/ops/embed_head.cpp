@@ -67,7 +67,7 @@ std::shared_ptr<LayerProgram> rms_norm_program(Target target, Type t, int rows, 
   SlotId x = b.input("x", b.size(size_t(rows) * dim));
   SlotId weight = b.weight("weight", b.size(dim));
   SlotId y = b.output("y", b.size(size_t(rows) * dim));
-  Dispatch d(kernels().at("rms_norm_rows_" + rows_suffix(t)));
+  Dispatch d(kernels().at("rms_norm_rows_" + suffix(t)));
   d.read("h", x).read("weight", weight).write("x", y);
   d.value("hidden", int32_t{dim}).value("eps", eps).grid(rows).threads(256);
   b.add(std::move(d), "rms_norm");
@@ -75,7 +75,7 @@ std::shared_ptr<LayerProgram> rms_norm_program(Target target, Type t, int rows, 
 }
 
 void add_residual(Builder& b, int values, SlotId h, SlotId y, SlotId out) {
-  Dispatch d(kernels().at("add_rows_" + rows_suffix(b.t)));
+  Dispatch d(kernels().at("add_rows_" + suffix(b.t)));
   d.read("h", h).read("y", y).write("out", out).value("count", int32_t{values});
   d.grid(ceil_div(values, 1024)).threads(256);
   b.add(std::move(d), "residual");
@@ -129,7 +129,7 @@ void add_head_row(Builder& b, const MatrixSlots& head, std::optional<SlotId> nor
             {"kAdvance", false}};
   };
   if (o.fuse_head) {
-    Dispatch d(kernels().at((tile.mma ? "sync_head_gemv_" : "head_gemv_") + suffix(b.t) + "_k" +
+    Dispatch d(kernels().at((tile.mma ? "mma_head_gemv_" : "head_gemv_") + suffix(b.t) + "_k" +
                             std::to_string(kmax(head.spec.cols))));
     Constants constants = gemv_constants(b.t, {head.spec}, tile, options);
     constants.push_back({"kWriteLogits", logits.has_value()});

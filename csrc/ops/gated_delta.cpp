@@ -12,7 +12,7 @@ constexpr int kHeadDim = 128;  // Dk and Dv of the kernels
 }  // namespace
 
 std::string gated_delta_form(Target target, int rows, bool masked) {
-  return is_metal(target) && rows == 1 && !masked ? "gdn_step" : "gdn_scan";
+  return is_metal(target) && rows == 1 && !masked ? "gated_delta_step" : "gated_delta_scan";
 }
 
 Choice gated_delta_kernel(Target target, Type t, const GatedDeltaShape& shape,
@@ -29,14 +29,14 @@ Choice gated_delta_kernel(Target target, Type t, const GatedDeltaShape& shape,
                            check_range("value_dim", shape.value_dim, kHeadDim, kHeadDim),
                            check_range("convolution width", shape.conv_width, 4, 4),
                            check_vector(target, t, v.conv, "conv1d.weight"),
-                           check_vector(target, Type::f32, v.A_log, "A_log"),
+                           check_vector(target, Type::fp32, v.A_log, "A_log"),
                            check_vector(target, t, v.dt_bias, "dt_bias"),
                            check_vector(target, t, v.norm, "norm.weight"));
   if (!c) {
     return c;
   }
   if (rows == kAnyRows) {
-    return chosen(is_metal(target) ? "gdn_step, gdn_scan" : "gdn_scan");
+    return chosen(is_metal(target) ? "gated_delta_step, gated_delta_scan" : "gated_delta_scan");
   }
   return chosen(gated_delta_form(target, rows, masked));
 }
@@ -56,7 +56,7 @@ Scan scan_for(Target target) {
 void add_gated_delta(Builder& b, const std::string& kernel, const GatedDeltaShape& shape,
                      const GatedDeltaRows& d, const GatedDeltaSlots& s, const std::string& name,
                      Scan scan) {
-  if (kernel == "gdn_step") {
+  if (kernel == "gated_delta_step") {
     add_gated_delta_row(b, shape, s, name, {});
     return;
   }
@@ -66,9 +66,9 @@ void add_gated_delta(Builder& b, const std::string& kernel, const GatedDeltaShap
   SlotId v = b.scratch(name + "v", b.size(rows * shape.value_heads * 128));
   SlotId g = b.scratch(name + "g", 4 * rows * shape.value_heads);
   SlotId beta = b.scratch(name + "beta", 4 * rows * shape.value_heads);
-  const std::string t = rows_suffix(b.t);
+  const std::string t = suffix(b.t);
 
-  Dispatch c(kernels().at("conv_prefill_" + t));
+  Dispatch c(kernels().at("gated_delta_conv_rows_" + t));
   c.read("qkv", s.qkv).read("conv_state", s.conv_state).read("weight", s.conv_weight);
   c.read("a", s.a).read("b", s.b).read("a_log", s.A_log).read("dt_bias", s.dt_bias);
   if (d.has_mask) {
@@ -89,9 +89,9 @@ void add_gated_delta(Builder& b, const std::string& kernel, const GatedDeltaShap
   b.add(std::move(c), "delta conv");
 
   const Value params =
-      Value::of_struct(GdnParams{d.T, shape.key_heads, shape.value_heads, shape.eps});
+      Value::of_struct(GatedDeltaParams{d.T, shape.key_heads, shape.value_heads, shape.eps});
   if (scan == Scan::norm) {
-    Dispatch n(kernels().at("gdn_scan_norm_" + t + "_r2"));
+    Dispatch n(kernels().at("gated_delta_scan_norm_" + t + "_r2"));
     n.read("q", q).read("k", k).read("v", v).read("g", g).read("beta", beta);
     n.read("state_in", s.state).write("state_out", s.state_next).read("z", s.z);
     n.read("weight", s.norm).write("out", s.out).value("p", params);
@@ -100,7 +100,8 @@ void add_gated_delta(Builder& b, const std::string& kernel, const GatedDeltaShap
     return;
   }
   SlotId y = b.scratch(name + "y", 4 * rows * shape.value_heads * 128);
-  Dispatch r(kernels().at((scan == Scan::block ? "gdn_scan_block_" : "gdn_scan_") + t + "_r2"));
+  Dispatch r(kernels().at((scan == Scan::block ? "gated_delta_scan_block_" : "gated_delta_scan_") +
+                          t + "_r2"));
   r.read("q", q).read("k", k).read("v", v).read("g", g).read("beta", beta);
   r.read("state_in", s.state).write("state_out", s.state_next).write("y", y);
   r.value("p", params).grid(128 / 32, shape.value_heads, d.B).threads(128);
@@ -155,13 +156,13 @@ std::shared_ptr<LayerProgram> gated_delta_program(Target target, Type t,
 }
 
 void gated_delta_pipelines(Target target, Type t, Pipelines& out) {
-  const std::string suffix = rows_suffix(t);
-  add_pipeline(out, "conv_prefill_" + suffix, {});
+  const std::string dtype = suffix(t);
+  add_pipeline(out, "gated_delta_conv_rows_" + dtype, {});
   if (scan_for(target) == Scan::norm) {
-    add_pipeline(out, "gdn_scan_norm_" + suffix + "_r2", {});
+    add_pipeline(out, "gated_delta_scan_norm_" + dtype + "_r2", {});
   } else {
-    add_pipeline(out, "gdn_scan_" + suffix + "_r2", {});
-    add_pipeline(out, "gated_norm_" + suffix, {});
+    add_pipeline(out, "gated_delta_scan_" + dtype + "_r2", {});
+    add_pipeline(out, "gated_norm_" + dtype, {});
   }
 }
 
@@ -172,8 +173,8 @@ void add_gated_delta_row(Builder& b, const GatedDeltaShape& shape, const GatedDe
   auto constants = [&](int simdgroups) -> Constants {
     return {{"kKeyHeads", int32_t{shape.key_heads}},
             {"kValueHeads", int32_t{shape.value_heads}},
-            {"kGdnSimdgroups", int32_t{simdgroups}},
-            {"kGdnEps", shape.eps}};
+            {"kGatedDeltaSimdgroups", int32_t{simdgroups}},
+            {"kGatedDeltaEps", shape.eps}};
   };
   if (options.fuse_delta) {
     int simdgroups = 16;
@@ -182,7 +183,7 @@ void add_gated_delta_row(Builder& b, const GatedDeltaShape& shape, const GatedDe
       throw std::invalid_argument("delta step: no kernel for " + std::to_string(simdgroups) +
                                   " simdgroups; 8, 16 and 32 have one");
     }
-    Dispatch d(kernels().at("gdn_step_" + suffix(b.t)));
+    Dispatch d(kernels().at("gated_delta_step_" + suffix(b.t)));
     set_constants(d, constants(simdgroups));
     d.read("qkv", s.qkv)
         .read("z", s.z)
@@ -200,13 +201,13 @@ void add_gated_delta_row(Builder& b, const GatedDeltaShape& shape, const GatedDe
   const int inner = shape.value_heads * shape.value_dim;
   SlotId hat = b.scratch(name + "hat", b.size(shape.channels()));
   SlotId y = b.scratch(name + "y32", 4 * size_t(inner));
-  Dispatch c(kernels().at("gdn_conv_step_" + suffix(b.t)));
+  Dispatch c(kernels().at("gated_delta_conv_step_" + suffix(b.t)));
   set_constants(c, constants(kSimdgroups));
   c.read("qkv", s.qkv).read("conv_state", s.conv_state).read("conv_weight", s.conv_weight);
   c.write("conv_state_out", s.conv_next).write("hat", hat);
   c.grid(2 * shape.key_heads + shape.value_heads).threads(kHeadDim);
   b.add(std::move(c), "delta conv");
-  Dispatch d(kernels().at("gdn_delta_step_" + suffix(b.t)));
+  Dispatch d(kernels().at("gated_delta_delta_step_" + suffix(b.t)));
   set_constants(d, constants(kSimdgroups));
   d.read("hat", hat).read("b", s.b).read("a", s.a).read("a_log", s.A_log);
   d.read("dt_bias", s.dt_bias)
@@ -216,7 +217,7 @@ void add_gated_delta_row(Builder& b, const GatedDeltaShape& shape, const GatedDe
   d.in_place("state", "state_out");
   d.grid(kHeadDim / (4 * kSimdgroups), shape.value_heads).threads(32 * kSimdgroups);
   b.add(std::move(d), "delta update");
-  Dispatch n(kernels().at("gdn_gated_norm_" + suffix(b.t)));
+  Dispatch n(kernels().at("gated_delta_gated_norm_" + suffix(b.t)));
   set_constants(n, constants(kSimdgroups));
   n.read("y", y).read("z", s.z).read("norm_weight", s.norm).write("out", s.out);
   n.grid(shape.value_heads).threads(kHeadDim);

@@ -1,8 +1,9 @@
 // The Gated DeltaNet mixer between its input and output projections: convolution, gates, delta
 // rule, gated norm.
 //
-//   gdn_step   one row of one sequence, without a mask (metal/gdn_step.h)
-//   gdn_scan   any batch and length (metal/conv_prefill.h, gdn_scan.h)
+//   gated_delta_step   one row of one sequence, without a mask
+//   (metal/gated_delta/gated_delta_step.h) gated_delta_scan   any batch and length
+//   (metal/gated_delta/gated_delta_conv.h, gated_delta_scan.h)
 #pragma once
 
 #include <memory>

@@ -58,7 +58,7 @@ std::optional<GemvTile> mma_tile(const std::vector<MatrixSpec>& matrices, bool f
 
 void check_tile(const GemvTile& tile, const std::vector<MatrixSpec>& matrices, Type t,
                 const std::string& label) {
-  // LILY_GEMV_SHAPES of gemv.h; gemv_sync.h.
+  // LILY_GEMV_SHAPES of gemv.h; gemv_mma.h.
   static const std::vector<std::pair<int, int>> lanes_shapes = {{1, 1}, {1, 2}, {1, 4}, {2, 1},
                                                                 {2, 2}, {4, 1}, {4, 2}, {8, 1}};
   static const std::vector<std::pair<int, int>> mma_shapes = {{1, 2}, {1, 4}};
@@ -75,7 +75,7 @@ void check_tile(const GemvTile& tile, const std::vector<MatrixSpec>& matrices, T
         label + ": no kernel for lanes " + std::to_string(tile.lanes) + ", r " +
         std::to_string(tile.r) + ", u " + std::to_string(tile.u) + ", split " +
         std::to_string(tile.split) + ", simdgroups " + std::to_string(tile.simdgroups) + " with " +
-        std::to_string(matrices[0].cols) + " columns; metal/gemv.h has the shapes");
+        std::to_string(matrices[0].cols) + " columns; metal/linear/gemv.h has the shapes");
   }
 }
 
@@ -170,8 +170,8 @@ void add_gemv(Builder& b, const std::string& label, const std::vector<MatrixSlot
   }
   const GemvTile tile = gemv_tile(b.t, specs, options, label);
   const int cols = specs[0].cols;
-  Dispatch d(kernels().at((tile.mma ? "sync_gemv_" : "gemv_") + suffix(b.t) +
-                          (options.float32 ? "_f32_k" : "_k") + std::to_string(kmax(cols))));
+  Dispatch d(kernels().at((tile.mma ? "mma_gemv_" : "gemv_") + suffix(b.t) +
+                          (options.float32 ? "_fp32_k" : "_k") + std::to_string(kmax(cols))));
   set_constants(d, gemv_constants(b.t, specs, tile, options));
   d.read("h", h, {0, b.size(cols)});
   if (options.norm) {
@@ -204,8 +204,9 @@ RowsTile rows_tile(int rows, int depth) {
 
 namespace {
 
-// The blocks of metal/gemm_sync.h, and microseconds that a wave of them takes at K = 2048 on an
-// H200 by how many a multiprocessor has, at most as many as fit (`python -m benchmarks gpu_gemm`).
+// The blocks of metal/linear/gemm_mma.h, and microseconds that a wave of them takes at K = 2048 on
+// an H200 by how many a multiprocessor has, at most as many as fit (`python -m benchmarks
+// gpu_gemm`).
 struct MmaBlock {
   GemmBlock block;
   int fit;
@@ -256,7 +257,7 @@ GemmBlock gemm_block(Target target, int rows, int columns) {
 }
 
 std::string unit_prefix(Target target) {
-  return target == Target::metal_nax ? "nax_" : target == Target::cuda ? "sync_" : "";
+  return target == Target::metal_nax ? "nax_" : target == Target::cuda ? "mma_" : "";
 }
 
 Constants weight_format(const MatrixSpec& m, Type t) {
@@ -293,7 +294,7 @@ std::vector<std::vector<size_t>> batches(const std::vector<MatrixSlots>& matrice
 }
 
 std::string output_suffix(Type t, bool float32) {
-  return rows_suffix(t) + "_" + (float32 ? "fp32" : rows_suffix(t));
+  return suffix(t) + "_" + (float32 ? "fp32" : suffix(t));
 }
 
 std::string rows_kernel(Type t, bool float32, int most) {

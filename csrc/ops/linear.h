@@ -1,9 +1,10 @@
 // Products y_i = x W_i^T with quantized or plain weights, for any number of rows.
 //
-//   gemv       one row, lanes share a weight row; norm, residual and rounding fused (metal/gemv.h);
-//              its form on NVIDIA's tensor cores (metal/gemv_sync.h)
-//   gemv_rows  up to 16 rows, each weight read once (metal/gemv_rows.h)
-//   qgemm      tiles of 16, 32 or 64 rows (metal/qgemm.h, gemm_sync.h)
+//   gemv       one row, lanes share a weight row; norm, residual and rounding fused
+//   (metal/linear/gemv.h);
+//              its form on NVIDIA's tensor cores (metal/linear/gemv_mma.h)
+//   gemv_rows  up to 16 rows, each weight read once (metal/linear/gemv_rows.h)
+//   qgemm      tiles of 16, 32 or 64 rows (metal/linear/qgemm.h, gemm_mma.h)
 #pragma once
 
 #include <memory>
@@ -55,7 +56,7 @@ void add_gemv(Builder& b, const std::string& label, const std::vector<MatrixSlot
 // How many lanes, rows and units: see gemv.h.
 struct GemvTile {
   int lanes, r, u, split, simdgroups, blocks;
-  bool mma = false;  // of gemv_sync.h
+  bool mma = false;  // of gemv_mma.h
 };
 // The tile of a launch, with what `tiles` says of `label`. Throws std::invalid_argument where no
 // kernel is compiled for it, or K is no multiple of it.
@@ -88,7 +89,7 @@ GemmBlock gemm_block(Target target, int rows);
 // `columns`: weight rows of the whole launch.
 GemmBlock gemm_block(Target target, int rows, int columns);
 const std::vector<int>& gemm_block_rows(Target target);
-// Of kernels on a matrix unit: "" (simdgroup_matrix), "nax_" or "sync_".
+// Of kernels on a matrix unit: "" (simdgroup_matrix), "nax_" or "mma_".
 std::string unit_prefix(Target target);
 
 // Constants of kernels for one format.

@@ -109,11 +109,11 @@ std::string experts_per_lane(int experts) {
 }
 
 std::string rows_kernel(const char* which, Type t, int most) {
-  return std::string(which) + "_rows_" + rows_suffix(t) + "_m" + std::to_string(most);
+  return std::string(which) + "_rows_" + suffix(t) + "_m" + std::to_string(most);
 }
 
 std::string gemm_kernel(Target target, const char* which, Type t, int block_rows) {
-  return unit_prefix(target) + which + "_" + rows_suffix(t) + "_m" + std::to_string(block_rows);
+  return unit_prefix(target) + which + "_" + suffix(t) + "_m" + std::to_string(block_rows);
 }
 
 struct Route {
@@ -172,7 +172,7 @@ SlotId add_shared_act(Builder& b, bool few, const std::string& product, int rows
     SlotId gate = b.scratch(name + "shared_gate", 4 * size_t(rows) * width);
     SlotId up = b.scratch(name + "shared_up", 4 * size_t(rows) * width);
     add_linear(b, "shared up", product, rows, x, {w.shared_gate, w.shared_up}, {gate, up}, true);
-    Dispatch s(kernels().at("swiglu_rows_" + rows_suffix(b.t)));
+    Dispatch s(kernels().at("swiglu_rows_" + suffix(b.t)));
     s.read("gate", gate).read("up", up).write("act", act);
     s.value("count", int32_t{rows * width});
     s.grid(ceil_div(rows * width, 1024)).threads(256);
@@ -259,7 +259,7 @@ void add_moe(Builder& b, int rows, const Moe<Slots>& w, SlotId x, SlotId out,
   SlotId shared_down = b.scratch(name + "shared_down", 4 * size_t(rows) * hidden);
   add_linear(b, "shared down", product, rows, shared_act, {w.shared_down}, {shared_down}, true);
 
-  Dispatch c(kernels().at("moe_combine_" + rows_suffix(b.t)));
+  Dispatch c(kernels().at("moe_combine_" + suffix(b.t)));
   c.read("down", down).read("weights", r.weights).read("shared_down", shared_down);
   c.read("shared_gate", shared_logit);
   read_nothing(c, "h", x);
@@ -294,10 +294,10 @@ void moe_pipelines(Target target, Type t, const Moe<Specs>& m, Pipelines& out) {
     add_pipeline(out, gemm_kernel(target, "moe_gate_up", t, rows), weight_format(m.shared_gate, t));
     add_pipeline(out, gemm_kernel(target, "moe_down", t, rows), weight_format(m.down, t));
   }
-  const std::string per_lane = experts_per_lane(m.router.rows), suffix = rows_suffix(t);
+  const std::string per_lane = experts_per_lane(m.router.rows), dtype = suffix(t);
   for (const std::string& name :
        {"route_small_e" + per_lane, "route_topk_e" + per_lane, std::string("route_scan"),
-        std::string("route_scatter"), "swiglu_rows_" + suffix, "moe_combine_" + suffix}) {
+        std::string("route_scatter"), "swiglu_rows_" + dtype, "moe_combine_" + dtype}) {
     add_pipeline(out, name, {});
   }
 }
@@ -335,7 +335,7 @@ MoeTile moe_tile(const Moe<Specs>& m, Type t, const TileFields& tiles) {
     throw std::invalid_argument("experts: no kernel for up r " + std::to_string(tile.up_r) +
                                 ", u " + std::to_string(tile.up_u) + " with down r " +
                                 std::to_string(tile.down_r) + ", u " + std::to_string(tile.down_u) +
-                                "; metal/moe_decode.h has the shapes");
+                                "; metal/moe/moe_decode.h has the shapes");
   }
   if (up % (tile.up_lanes * tile.up_u) != 0 || down % (tile.down_lanes * tile.down_u) != 0) {
     throw std::invalid_argument("experts: a row of " + std::to_string(up) + " and " +

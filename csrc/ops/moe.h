@@ -1,8 +1,9 @@
 // The mixture of experts: router, top-k, experts with SwiGLU, shared expert, combination.
 //
-//   moe_rows   up to 16 rows: every chosen expert's weights are read once (metal/gemv_rows.h)
-//   moe_gemm   rows grouped by expert in blocks of 16, 32 or 64 (metal/moe_gemm.h)
-//   the decode step's own form for one row (metal/moe_decode.h, moe_route.h)
+//   moe_rows   up to 16 rows: every chosen expert's weights are read once
+//   (metal/linear/gemv_rows.h) moe_gemm   rows grouped by expert in blocks of 16, 32 or 64
+//   (metal/moe/moe_gemm.h) the decode step's own form for one row (metal/moe/moe_decode.h,
+//   moe_route.h)
 #pragma once
 
 #include <memory>

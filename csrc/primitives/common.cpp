@@ -2,11 +2,10 @@
 
 #include <sstream>
 
-#ifdef LILY_CUDA
-#include "backend/cuda_memory.h"
-#endif
+#include "backend/gpu.h"
 #include "mlx/allocator.h"
 #include "mlx/ops.h"
+#include "run.h"
 
 namespace lily {
 
@@ -20,12 +19,24 @@ std::string shape_text(const mx::array& a) {
   return out.str();
 }
 
+void fail(const char* op, const std::string& text) {
+  throw std::invalid_argument(std::string(op) + ": " + text);
+}
+
+int64_t rows_of(const mx::array& x) {
+  return x.shape(-1) == 0 ? 0 : static_cast<int64_t>(x.size()) / x.shape(-1);
+}
+
+mx::cpu::CommandEncoder& encoder(mx::Stream s) {
+  return mx::cpu::get_command_encoder(s);
+}
+
 Type type_of(mx::Dtype dtype, const char* what) {
   if (dtype == mx::float32) {
-    return Type::f32;
+    return Type::fp32;
   }
   if (dtype == mx::float16) {
-    return Type::f16;
+    return Type::fp16;
   }
   if (dtype == mx::bfloat16) {
     return Type::bf16;
@@ -36,7 +47,7 @@ Type type_of(mx::Dtype dtype, const char* what) {
 }
 
 mx::Dtype dtype_of(Type t) {
-  return t == Type::f32 ? mx::float32 : t == Type::f16 ? mx::float16 : mx::bfloat16;
+  return t == Type::fp32 ? mx::float32 : t == Type::fp16 ? mx::float16 : mx::bfloat16;
 }
 
 Weight::Weight(mx::array w, std::optional<mx::array> s, std::optional<mx::array> b, int bits,
@@ -52,7 +63,7 @@ Weight::Weight(mx::array w, std::optional<mx::array> s, std::optional<mx::array>
       fail("scales or biases given with bits 0; give bits and group of the quantized weight");
     }
   } else {
-    if (Choice c = check_format({0, 0, bits, group, 1, Type::f32, "affine"}); !c) {
+    if (Choice c = check_format({0, 0, bits, group, 1, Type::fp32, "affine"}); !c) {
       fail(c.reason);
     }
     if (!scales || !biases) {
@@ -73,7 +84,7 @@ Weight::Weight(mx::array w, std::optional<mx::array> s, std::optional<mx::array>
            std::to_string(bits) + " bits in groups of " + std::to_string(group));
     }
   }
-  if (Choice c = check_matrix(Target::cpu, Type::f32, spec()); !c) {
+  if (Choice c = check_matrix(Target::cpu, Type::fp32, spec()); !c) {
     fail(c.reason);
   }
 }
@@ -212,18 +223,29 @@ mx::array fresh(mx::Shape shape, mx::Dtype dtype) {
 }
 
 void Primitive::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  const Gpu& gpu = require_gpu(name());
   for (auto& out : outputs) {
-#ifdef LILY_CUDA
-    allocate_on_device(out);
-#else
-    allocate(out);
-#endif
+    gpu.allocate(out);
   }
-  if (!run_program(inputs, outputs)) {
+  if (!runs_program(inputs, outputs)) {
     throw std::runtime_error(std::string("lily_mlx: ") + name() +
                              " has no GPU kernel for these arrays (mixed dtypes, or strided ones); "
                              "load the model with engine=\"stock\"");
   }
+}
+
+const Gpu& require_gpu(const std::string& name) {
+  if (gpu() == nullptr) {
+    throw std::runtime_error("lily_mlx: " + name +
+                             " has no GPU backend in this build; load the model with "
+                             "engine=\"stock\"");
+  }
+  return *gpu();
+}
+
+bool Primitive::runs_program(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  const Target target = target_of(stream());
+  return target != Target::cpu && run_program(target, in, out);
 }
 
 void Primitive::refuse_gradient() {

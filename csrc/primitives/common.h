@@ -8,6 +8,7 @@
 
 #include "choice.h"
 #include "mlx/array.h"
+#include "mlx/backend/cpu/encoder.h"
 #include "mlx/primitives.h"
 #include "mlx/utils.h"
 #include "spec.h"
@@ -102,9 +103,11 @@ class Primitive : public mx::Primitive {
                                                            const std::vector<int>&) override;
 
  protected:
-  // Queues this primitive's Program on the stream, where its kernels run there
-  // (run.h). Outputs are allocated. False: nothing was queued.
-  virtual bool run_program(const std::vector<mx::array>&, std::vector<mx::array>&) {
+  // Queues this primitive's Program on its stream where kernels run there; false: nothing was
+  // queued, and the reference is to run. Outputs are allocated.
+  bool runs_program(const std::vector<mx::array>& in, std::vector<mx::array>& out);
+  // The same for kernels of `target`; false where none serves these arrays.
+  virtual bool run_program(Target, const std::vector<mx::array>&, std::vector<mx::array>&) {
     return false;
   }
 
@@ -112,6 +115,19 @@ class Primitive : public mx::Primitive {
   [[noreturn]] void refuse_gradient();
 };
 
+using Arrays = std::vector<mx::array>;
+
 std::string shape_text(const mx::array& a);
+
+// Throws std::invalid_argument with the op's name before the text.
+[[noreturn]] void fail(const char* op, const std::string& text);
+
+int64_t rows_of(const mx::array& x);
+
+mx::cpu::CommandEncoder& encoder(mx::Stream s);
+
+// The backend of this build, or an error that names the way out.
+class Gpu;
+const Gpu& require_gpu(const std::string& name);
 
 }  // namespace lily

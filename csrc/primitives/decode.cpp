@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "backend/gpu.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
@@ -138,7 +139,7 @@ void run_reference(const DecodePlan& plan, const std::vector<LayerBuffers>& buff
     own.resize(vocabulary);
     logits = own.data();
   }
-  reference::project({{matrix_of(plan.model.head), Type::f32, logits, vocabulary}}, t, x.data(),
+  reference::project({{matrix_of(plan.model.head), Type::fp32, logits, vocabulary}}, t, x.data(),
                      hidden, 1);
   *next = reference::argmax(logits, vocabulary);
 }
@@ -150,14 +151,6 @@ int grown_capacity(int capacity, int needed) {
   const int wanted = std::max(needed, capacity + capacity / 8);
   return (wanted + kBlock - 1) / kBlock * kBlock;
 }
-
-#if !defined(LILY_CUDA) && !defined(LILY_METAL)
-std::unique_ptr<GpuDecode> make_gpu_decode(const DecodePlan&) {
-  throw std::runtime_error(
-      "lily_mlx: the decode step has no GPU backend in this build; load the model with "
-      "engine=\"stock\"");
-}
-#endif
 
 class DecodeStep : public Primitive {
  public:
@@ -176,7 +169,7 @@ class DecodeStep : public Primitive {
   void eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     step(out, [&](const std::shared_ptr<Successors>& next) {
       if (!state_->gpu_) {
-        state_->gpu_ = make_gpu_decode(*plan_);
+        state_->gpu_ = require_gpu(name()).make_decode(*plan_);
       }
       state_->gpu_->step(state_->layers_, next, position_, in[0], out, stream());
     });

@@ -70,10 +70,8 @@ std::shared_ptr<const HostStep> host_step(const DecodePlan& plan,
     HostStep step{host, programs_of(plan, target)->at(capacities, options), nullptr};
     host->prepare(step.program->program);
     step.weights = std::make_shared<Bindings>(step.program->program);
-    const auto arrays = plan.arrays();
-    for (size_t i = 0; i < arrays.size(); ++i) {
-      bind_on_host(*step.weights, step.program->weights.at(i), *arrays[i]);
-    }
+    bind_weights(*step.program, plan,
+                 [&](SlotId slot, const mx::array& a) { bind_on_host(*step.weights, slot, a); });
     for (const Builder::Table& t : step.program->tables) {
       bind_on_host(*step.weights, t);
     }
@@ -88,14 +86,7 @@ void run_on_host(mx::Stream s, const std::shared_ptr<const HostStep>& step,
                  mx::array& next, mx::array* logits) {
   const StepProgram& p = *step->program;
   Bindings b = *step->weights;
-  for (size_t i = 0; i < used.size(); ++i) {
-    const StepProgram::Caches& slots = p.caches[i];
-    bind_on_host(b, slots.first, *used[i].first);
-    bind_on_host(b, slots.second, *used[i].second);
-    if (used[i].first_next != nullptr) {
-      bind_on_host(b, slots.first_next, *used[i].first_next);
-    }
-  }
+  bind_caches(p, used, [&](SlotId slot, const mx::array& a) { bind_on_host(b, slot, a); });
   bind_on_host(b, p.token, token);
   bind_on_host(b, p.next, next);
   if (logits != nullptr) {

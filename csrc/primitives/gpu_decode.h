@@ -41,10 +41,6 @@ class GpuDecode {
   virtual std::vector<Timing> profile(mlx::core::Stream stream) = 0;
 };
 
-// The backend of this build, or an error that names the way out. Defined by the backend that is
-// compiled in.
-std::unique_ptr<GpuDecode> make_gpu_decode(const DecodePlan& plan);
-
 // Rows that keys and values are given when `needed` no longer fit in `capacity`: whole blocks of
 // 256, and an eighth more than there was, so that a long generation copies each key a few times
 // only.

@@ -103,6 +103,29 @@ struct Successors {
   }
 };
 
+// Binds a plan's weights to a step's slots; bind(slot, array).
+template <typename Bind>
+void bind_weights(const StepProgram& program, const DecodePlan& plan, Bind&& bind) {
+  const auto arrays = plan.arrays();
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    bind(program.weights.at(i), *arrays[i]);
+  }
+}
+
+// Binds a step's caches.
+template <typename Bind>
+void bind_caches(const StepProgram& program, const std::vector<Successors::Used>& used,
+                 Bind&& bind) {
+  for (size_t i = 0; i < used.size(); ++i) {
+    const StepProgram::Caches& slots = program.caches.at(i);
+    bind(slots.first, *used[i].first);
+    bind(slots.second, *used[i].second);
+    if (used[i].first_next != nullptr) {
+      bind(slots.first_next, *used[i].first_next);
+    }
+  }
+}
+
 // Rows of each layer's keys and values, 0 for DeltaNet layers.
 inline std::vector<int> capacities(const std::vector<Successors::Used>& used) {
   std::vector<int> rows;

@@ -116,7 +116,7 @@ inline V half_to_float(U bits) {
 
 template <Type T>
 inline F load16(const void* p, int64_t i) {
-  if constexpr (T == Type::f32) {
+  if constexpr (T == Type::fp32) {
     return read16(static_cast<const float*>(p) + i);
   } else {
     F v;
@@ -306,12 +306,12 @@ void with_count(int count, Body&& body) {
 template <typename Body>
 void with_type(Type t, Body&& body) {
   switch (t) {
-    case Type::f16:
-      return body.template operator()<Type::f16>();
+    case Type::fp16:
+      return body.template operator()<Type::fp16>();
     case Type::bf16:
       return body.template operator()<Type::bf16>();
     default:
-      return body.template operator()<Type::f32>();
+      return body.template operator()<Type::fp32>();
   }
 }
 

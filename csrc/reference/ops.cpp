@@ -519,8 +519,8 @@ void moe_chunk(const MoeWeights& w, const void* x, int rows, void* y, uint32_t* 
   const int hidden = w.router.cols, E = w.router.rows, k = w.top_k;
   const int width = w.gate.rows, shared_width = w.shared_gate.rows;
   std::vector<float> logits(int64_t(rows) * E), shared_logit(rows);
-  project({{w.router, Type::f32, logits.data(), E},
-           {w.shared_router, Type::f32, shared_logit.data(), 1}},
+  project({{w.router, Type::fp32, logits.data(), E},
+           {w.shared_router, Type::fp32, shared_logit.data(), 1}},
           w.t, x, hidden, rows);
 
   // Slot (row, j): the j-th best expert of a row and its weight.

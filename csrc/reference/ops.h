@@ -17,7 +17,7 @@ void rms_norm(Type t, const void* x, Type weight_type, const void* weight, float
 // One product of a set that shares x: y [rows, m.rows] of type `out`, leading dimension ldy.
 struct Product {
   Matrix m;
-  Type out = Type::f32;
+  Type out = Type::fp32;
   void* y = nullptr;
   int64_t ldy = 0;
 };

@@ -9,16 +9,16 @@
 
 namespace lily {
 
-enum class Type : uint8_t { f32, f16, bf16 };
+enum class Type : uint8_t { fp32, fp16, bf16 };
 
 inline size_t size_of(Type t) {
-  return t == Type::f32 ? 4 : 2;
+  return t == Type::fp32 ? 4 : 2;
 }
 
 // rnd() of the numerics contract: nearest even, once.
 inline float round_to(Type t, float x) {
   switch (t) {
-    case Type::f16:
+    case Type::fp16:
       return static_cast<float>(mlx::core::float16_t(x));
     case Type::bf16:
       return static_cast<float>(mlx::core::bfloat16_t(x));
@@ -29,7 +29,7 @@ inline float round_to(Type t, float x) {
 
 inline float load(Type t, const void* p, size_t i) {
   switch (t) {
-    case Type::f16:
+    case Type::fp16:
       return static_cast<float>(static_cast<const mlx::core::float16_t*>(p)[i]);
     case Type::bf16:
       return static_cast<float>(static_cast<const mlx::core::bfloat16_t*>(p)[i]);
@@ -40,7 +40,7 @@ inline float load(Type t, const void* p, size_t i) {
 
 inline void store(Type t, void* p, size_t i, float x) {
   switch (t) {
-    case Type::f16:
+    case Type::fp16:
       static_cast<mlx::core::float16_t*>(p)[i] = mlx::core::float16_t(x);
       break;
     case Type::bf16:
@@ -66,7 +66,7 @@ struct Matrix {
   const void* weight = nullptr;
   const void* scales = nullptr;
   const void* biases = nullptr;
-  Type type = Type::f32;  // of scales and biases, or of the plain elements
+  Type type = Type::fp32;  // of scales and biases, or of the plain elements
   int bits = 0;
   int group = 0;
   int rows = 0;

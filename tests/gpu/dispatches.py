@@ -225,8 +225,8 @@ def _row(d: Dispatch) -> tuple[np.ndarray, float]:
 
 
 def _sum_size(d: Dispatch) -> float:
-    """What the fp32 sums of a tensor core carry, 128 x besides code * x (gemv_sync.h)."""
-    return 8.0 if d.d["kernel"].startswith("sync_") else 1.0
+    """What the fp32 sums of a tensor core carry, 128 x besides code * x (gemv_mma.h)."""
+    return 8.0 if d.d["kernel"].startswith("mma_") else 1.0
 
 
 def _gemv(d: Dispatch) -> float:
@@ -272,15 +272,17 @@ def _argmax(d: Dispatch) -> float:
 
 def _delta_step(d: Dispatch) -> float:
     c = d.c
-    s = ref.GdnShape(c["kKeyHeads"], c["kValueHeads"])
+    s = ref.GatedDeltaShape(c["kKeyHeads"], c["kValueHeads"])
     channels, heads = s.channels, s.value_heads
-    conv, conv_state = ref.gdn_conv(
+    conv, conv_state = ref.gated_delta_conv(
         d["qkv"], d.old("conv_state").reshape(3, channels), d["conv_weight"].reshape(channels, 4)
     )
-    q, k, v = ref.gdn_split(conv, s, A)
-    g, beta = ref.gdn_gates(d["a"], d["b"], d["a_log"], d["dt_bias"])
-    y, state = ref.gdn_delta(q, k, v, g, beta, d.old("state").reshape(heads, s.dv, s.dk), s)
-    want = ref.gdn_gated_norm(y, d["z"].reshape(heads, s.dv), d["norm_weight"], c["kGdnEps"])
+    q, k, v = ref.gated_delta_split(conv, s, A)
+    g, beta = ref.gated_delta_gates(d["a"], d["b"], d["a_log"], d["dt_bias"])
+    y, state = ref.gated_delta_delta(q, k, v, g, beta, d.old("state").reshape(heads, s.dv, s.dk), s)
+    want = ref.gated_delta_gated_norm(
+        y, d["z"].reshape(heads, s.dv), d["norm_weight"], c["kGatedDeltaEps"]
+    )
     # A value of q^ or k^ on the edge between two roundings moves the state by one ulp of it.
     slack = A.ulp * np.abs(state).max() * 0.6 + 1e-6
     off = np.abs(d["state_out"].reshape(state.shape) - state)
@@ -392,7 +394,7 @@ CHECKS: dict[str, Callable[[Dispatch], float]] = {
     "gemv": _gemv,
     "head_gemv": _head,
     "argmax_final": _argmax,
-    "gdn_step": _delta_step,
+    "gated_delta_step": _delta_step,
     "moe_route": _route,
     "moe_gate_up": _gate_up,
     "moe_down": _moe_down,
@@ -405,7 +407,7 @@ CHECKS: dict[str, Callable[[Dispatch], float]] = {
 
 def check_of(kernel: str) -> Callable[[Dispatch], float]:
     """The check of a kernel. Raises KeyError, naming it, where there is none."""
-    found = [name for name in CHECKS if kernel.removeprefix("sync_").startswith(name)]
+    found = [name for name in CHECKS if kernel.removeprefix("mma_").startswith(name)]
     if not found:
         raise KeyError(f"kernel {kernel!r} has no reference in tests/gpu/dispatches.py; add one")
     return CHECKS[max(found, key=len)]

@@ -111,7 +111,7 @@ def test_a_run_that_changes_is_found(shapes, host):
 def test_a_kernel_without_a_reference_is_named():
     with pytest.raises(KeyError, match="'qgemm_bf16' has no reference"):
         dispatches.check_of("qgemm_bf16")
-    assert dispatches.check_of("gemv_bf16_f32_k2048") is dispatches.CHECKS["gemv"]
+    assert dispatches.check_of("gemv_bf16_fp32_k2048") is dispatches.CHECKS["gemv"]
 
 
 def test_the_longest_name_decides():
@@ -169,4 +169,9 @@ def test_each_parameter_of_each_kernel_gets_an_argument(monkeypatch):
             d = program.describe(i)
             arrays = {a["index"]: np.zeros(1) for a in d["arguments"] if "slot" in a}
             gpu(d, arrays, program.pipelines[d["pipeline"]]["key"])
-    assert {e.split("_bf16")[0] for e in launched} >= {"moe_route", "gemv", "sync_gemv", "gdn_step"}
+    assert {e.split("_bf16")[0] for e in launched} >= {
+        "moe_route",
+        "gemv",
+        "mma_gemv",
+        "gated_delta_step",
+    }

@@ -137,10 +137,10 @@ def test_a_step_that_fails_changes_nothing(bundled, done):
         for i in range(4):
             step = decode.step(bundled.language_model, mx.array([[3 + i]]), caches)
             if fails and i == done:
-                ptx.register(lambda key, _, entry: _ext.cuda_add_kernel(key, "gone.ptx", entry))
+                ptx.register(lambda key, _, entry: _ext.cuda_add_kernel(key, "no PTX", entry))
                 try:
                     for _ in range(2):
-                        with pytest.raises(RuntimeError, match=r"gone\.ptx"):
+                        with pytest.raises(RuntimeError, match="NVIDIA: loading"):
                             mx.eval(step)
                 finally:
                     ptx.register(_ext.cuda_add_kernel)

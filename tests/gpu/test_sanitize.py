@@ -25,7 +25,7 @@ SEES_THE_PLANT = """case "$*" in
 
 def test_only_our_kernels_are_checked_by_their_names():
     names = sanitize.entries()
-    assert "gdn_step_bf16" in names and len(names) == len(set(names))
+    assert "gated_delta_step_bf16" in names and len(names) == len(set(names))
     words = sanitize.command("cs", "racecheck", ["steps"], names)
     filters = [words[i + 1] for i, w in enumerate(words) if w == "--kernel-name"]
     assert filters == [f"kne={n}" for n in names]

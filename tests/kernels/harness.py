@@ -26,6 +26,12 @@ run_options: dict = {}
 record: list[bytes] | None = None
 
 
+def headers() -> list[str]:
+    """The kernels' headers, as they include each other."""
+    files = (f.relative_to(METAL) for f in METAL.rglob("*.h"))
+    return sorted(f.as_posix() for f in files if f.parts[0] != "host")
+
+
 @cache
 def library(file: str, constants: tuple, host: str) -> Library:
     metal = language(Path(file))
@@ -86,7 +92,7 @@ def weight_format(w: Weight) -> dict[int, int]:
 UNITS = {
     "": dict.fromkeys((16, 32, 64), (64, 128)),
     "nax_": dict.fromkeys((32, 64), (64, 128)),
-    "sync_": {16: (128, 128), 32: (128, 128), 64: (256, 256)},
+    "mma_": {16: (128, 128), 32: (128, 128), 64: (256, 256)},
 }
 
 
@@ -166,4 +172,4 @@ def gemv_name(a: Dtype, out: Dtype, k: int) -> str:
 
 
 SYNC = dict(lanes=2, r=1)
-"""What the tensor-core form's blocks of 16 rows are to who counts rows (gemv_sync.h)."""
+"""What the tensor-core form's blocks of 16 rows are to who counts rows (gemv_mma.h)."""

@@ -17,8 +17,8 @@ from metal.host import KernelFault, Library, coverage
 from tests.kernels import harness
 from tests.kernels.attention import test_attention_decode as attention
 from tests.kernels.gated_delta import test_conv_prefill as conv
-from tests.kernels.gated_delta import test_gdn_scan as scan
-from tests.kernels.gated_delta import test_gdn_step as gdn
+from tests.kernels.gated_delta import test_scan as scan
+from tests.kernels.gated_delta import test_step as gated_delta
 from tests.kernels.head import test_head as head
 from tests.kernels.linear import test_gemv as gemv
 from tests.kernels.linear import test_gemv_rows as rows
@@ -27,7 +27,7 @@ from tests.kernels.moe import test_moe_decode as moe
 from tests.kernels.moe import test_moe_rows as moe_rows
 from tests.kernels.moe import test_routing as routing
 from tests.kernels.moe.experts import Experts, check_grouped, spread_ids
-from tests.kernels.reference import BF16, GdnShape
+from tests.kernels.reference import BF16, GatedDeltaShape
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 INSTANCE = 'template [[host_name("{0}")]] [[kernel]] decltype({1}) {1};\n'
@@ -35,26 +35,29 @@ INSTANCE = 'template [[host_name("{0}")]] [[kernel]] decltype({1}) {1};\n'
 # What the scenarios need of each file, so that a changed copy compiles fast: what it includes, and
 # kernels by their names. Kernels that are no templates need no instance.
 FILES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "gemv.metal": (("gemv.h",), {"gemv_bf16_k2048": "lily::gemv<bfloat, bfloat, 2048>"}),
-    "gemv_sync.metal": (
-        ("gemv_sync.h",),
-        {"sync_gemv_bf16_k2048": "lily::gemv<bfloat, bfloat, 2048, lily::SyncProducts>"},
+    "linear/gemv.metal": (
+        ("linear/gemv.h",),
+        {"gemv_bf16_k2048": "lily::gemv<bfloat, bfloat, 2048>"},
     ),
-    "head.metal": (
-        ("head.h", "argmax.h"),
+    "linear/gemv_mma.metal": (
+        ("linear/gemv_mma.h",),
+        {"mma_gemv_bf16_k2048": "lily::gemv<bfloat, bfloat, 2048, lily::SyncProducts>"},
+    ),
+    "head/head.metal": (
+        ("head/head.h", "head/argmax.h"),
         {"head_gemv_bf16_k2048": "lily::head_gemv<bfloat, 2048>"},
     ),
-    "gdn_step.metal": (
-        ("gdn_step.h",),
+    "gated_delta/gated_delta_step.metal": (
+        ("gated_delta/gated_delta_step.h",),
         {
-            "gdn_step_bf16": "lily::gdn_step<bfloat>",
-            "gdn_conv_step_bf16": "lily::gdn_conv_step<bfloat>",
-            "gdn_delta_step_bf16": "lily::gdn_delta_step<bfloat>",
-            "gdn_gated_norm_bf16": "lily::gdn_gated_norm<bfloat>",
+            "gated_delta_step_bf16": "lily::gated_delta_step<bfloat>",
+            "gated_delta_conv_step_bf16": "lily::gated_delta_conv_step<bfloat>",
+            "gated_delta_delta_step_bf16": "lily::gated_delta_delta_step<bfloat>",
+            "gated_delta_gated_norm_bf16": "lily::gated_delta_gated_norm<bfloat>",
         },
     ),
-    "attention_decode.metal": (
-        ("attention_decode.h",),
+    "attention/attention_decode.metal": (
+        ("attention/attention_decode.h",),
         {
             "attention_prepare_bf16": "lily::attention_prepare<bfloat>",
             "attention_decode_bf16": "lily::attention_decode<bfloat>",
@@ -62,45 +65,45 @@ FILES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             "attention_merge_bf16": "lily::attention_merge<bfloat>",
         },
     ),
-    "moe_decode.metal": (
-        ("moe_decode.h", "moe_route.h"),
+    "moe/moe_decode.metal": (
+        ("moe/moe_decode.h", "moe/moe_route.h"),
         {
             "moe_gate_up_bf16_k2048": "lily::moe_gate_up<bfloat, 2048>",
             "moe_down_bf16": "lily::moe_down<bfloat>",
         },
     ),
-    "routing.metal": (
-        ("routing.h",),
+    "moe/routing.metal": (
+        ("moe/routing.h",),
         {"route_topk_e2": "route_topk<2>", "route_small_e2": "route_small<2>"},
     ),
-    "gdn_scan.metal": (
-        ("gdn_scan.h",),
+    "gated_delta/gated_delta_scan.metal": (
+        ("gated_delta/gated_delta_scan.h",),
         {
-            "gdn_scan_bf16_r2": "gdn_scan<bfloat, 2>",
-            "gdn_scan_norm_bf16_r2": "gdn_scan_norm<bfloat, 2>",
-            "gdn_scan_block_bf16_r2": "gdn_scan_block<bfloat, 2>",
+            "gated_delta_scan_bf16_r2": "gated_delta_scan<bfloat, 2>",
+            "gated_delta_scan_norm_bf16_r2": "gated_delta_scan_norm<bfloat, 2>",
+            "gated_delta_scan_block_bf16_r2": "gated_delta_scan_block<bfloat, 2>",
             "gated_norm_bf16": "gated_norm<bfloat>",
         },
     ),
-    "qgemm.metal": (
-        ("qgemm.h", "tile_mma.h"),
+    "linear/qgemm.metal": (
+        ("linear/qgemm.h", "linear/tile_simdgroup.h"),
         {
             "qgemm_multi_bf16_bf16_m32": "qgemm_multi<bfloat, bfloat, GemmBlock32, SimdgroupTile>",
         },
     ),
-    "qgemm_sync.metal": (
-        ("gemm_sync.h", "qgemm.h"),
-        {"sync_qgemm_multi_bf16_bf16_m32": "qgemm_multi<bfloat, bfloat, SyncBlock32, SyncTile>"},
+    "linear/qgemm_mma.metal": (
+        ("linear/gemm_mma.h", "linear/qgemm.h"),
+        {"mma_qgemm_multi_bf16_bf16_m32": "qgemm_multi<bfloat, bfloat, SyncBlock32, SyncTile>"},
     ),
-    "gemv_rows.metal": (
-        ("gemv_rows.h",),
+    "linear/gemv_rows.metal": (
+        ("linear/gemv_rows.h",),
         {
             "gemv_rows_multi_bf16_bf16_m4": "gemv_rows_multi<bfloat, bfloat, 2, 4>",
             "moe_gate_up_rows_bf16_m4": "moe_gate_up_rows<bfloat, 2, 4>",
             "moe_down_rows_bf16_m4": "moe_down_rows<bfloat, 2, 4>",
         },
     ),
-    "prefill_ops.metal": (("prefill_ops.h",), {"rms_norm_rows_bf16": "rms_norm_rows<bfloat>"}),
+    "row_ops.metal": (("row_ops.h",), {"rms_norm_rows_bf16": "rms_norm_rows<bfloat>"}),
 }
 
 
@@ -124,13 +127,16 @@ def run_head() -> None:
     head.check_head("checked", BF16, 45, 256, 4, lanes=8, r=2, u=1, simdgroups=2, blocks=2)
 
 
-def run_gdn() -> None:
-    layer, row = gdn.make_layer(GdnShape(1, 2), BF16), gdn.make_row(GdnShape(1, 2), BF16)
-    gdn.check(layer, row, *gdn.fused("checked", layer, row, 8))
+def run_gated_delta() -> None:
+    layer, row = (
+        gated_delta.make_layer(GatedDeltaShape(1, 2), BF16),
+        gated_delta.make_row(GatedDeltaShape(1, 2), BF16),
+    )
+    gated_delta.check(layer, row, *gated_delta.fused("checked", layer, row, 8))
 
 
-def run_gdn_parts() -> None:
-    gdn.test_unfused_parts("checked", BF16, GdnShape(1, 2))
+def run_gated_delta_parts() -> None:
+    gated_delta.test_unfused_parts("checked", BF16, GatedDeltaShape(1, 2))
 
 
 def run_prepare() -> None:
@@ -168,7 +174,7 @@ def run_routing() -> None:
 
 
 def run_scans() -> None:
-    for kernel, tokens in (("gdn_scan_norm", 50), ("gdn_scan_block", 34)):
+    for kernel, tokens in (("gated_delta_scan_norm", 50), ("gated_delta_scan_block", 34)):
         c = scan.Case(BF16, 1, tokens, 1, 1)
         y, state = scan.scan(c, kernel, "checked")
         want_y, want_state = scan.scan(c)
@@ -205,8 +211,8 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "split": run_split,
     "sync": run_sync,
     "head": run_head,
-    "gdn": run_gdn,
-    "gdn parts": run_gdn_parts,
+    "gated_delta": run_gated_delta,
+    "gated_delta parts": run_gated_delta_parts,
     "prepare": run_prepare,
     "attention": run_attention,
     "strided": run_strided,
@@ -225,20 +231,20 @@ SCENARIOS: dict[str, Callable[[], None]] = {
 # Header -> for each of its barriers, in order, a scenario that passes it.
 BARRIERS = {
     "common.h": ["norm"],
-    "gemv_tiles.h": ["norm"],
-    "gemv.h": ["split"],
-    "gemv_sync.h": ["sync", "sync"],
-    "head.h": ["head"],
-    "gdn_step.h": ["gdn", "gdn", "gdn parts"],
-    "attention_decode.h": ["prepare", "attention", "attention", "strided", "attention"],
-    "moe_decode.h": ["moe", "moe", "moe", "moe"],
-    "moe_route.h": ["pick"],
-    "routing.h": ["routing"] * 5,
-    "gdn_scan.h": ["scans"] * 3,
-    "gemm_tiles.h": ["gemm"] * 3,
-    "gemm_sync.h": ["sync gemm"],
-    "gemv_rows.h": ["rows"] * 5,
-    "prefill_ops.h": ["norm rows"],
+    "linear/gemv_tiles.h": ["norm"],
+    "linear/gemv.h": ["split"],
+    "linear/gemv_mma.h": ["sync", "sync"],
+    "head/head.h": ["head"],
+    "gated_delta/gated_delta_step.h": ["gated_delta", "gated_delta", "gated_delta parts"],
+    "attention/attention_decode.h": ["prepare", "attention", "attention", "strided", "attention"],
+    "moe/moe_decode.h": ["moe", "moe", "moe", "moe"],
+    "moe/moe_route.h": ["pick"],
+    "moe/routing.h": ["routing"] * 5,
+    "gated_delta/gated_delta_scan.h": ["scans"] * 3,
+    "linear/gemm_tiles.h": ["gemm"] * 3,
+    "linear/gemm_mma.h": ["sync gemm"],
+    "linear/gemv_rows.h": ["rows"] * 5,
+    "row_ops.h": ["norm rows"],
 }
 
 
@@ -250,7 +256,8 @@ def cases() -> Iterator:
 
 def test_every_barrier_has_a_case() -> None:
     counts = {
-        f.name: f.read_text().count("threadgroup_barrier(") for f in harness.METAL.glob("*.h")
+        path: (harness.METAL / path).read_text().count("threadgroup_barrier(")
+        for path in harness.headers()
     }
     wanted = {name: len(scenarios) for name, scenarios in BARRIERS.items()}
     assert {name: count for name, count in counts.items() if count} == wanted
@@ -268,8 +275,9 @@ def use_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source += "".join(INSTANCE.format(*item) for item in instances.items())
         return Library(source=source, constants=dict(constants), host=host, include=[folder])
 
-    for header in harness.METAL.glob("*.h"):
-        shutil.copy(header, folder)
+    for header in harness.headers():
+        (folder / header).parent.mkdir(exist_ok=True)
+        shutil.copy(harness.METAL / header, folder / header)
     monkeypatch.setattr(harness, "library", library)
 
 
@@ -309,7 +317,7 @@ def test_results_do_not_depend_on_the_order_of_threads(
 def test_checked_runs_enter_every_branch(tmp_path: Path) -> None:
     """Both outcomes of each branch of the decode kernels that the compiler could not decide."""
     chosen = "(checked or broken or extreme or nan or embedding)"
-    files = (m.__file__ for m in (gemv, head, gdn, attention, moe))
+    files = (m.__file__ for m in (gemv, head, gated_delta, attention, moe))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen],
         env={**os.environ, "LILY_METAL_COVERAGE": str(tmp_path)},

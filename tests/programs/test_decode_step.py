@@ -107,7 +107,7 @@ def test_chunked_prefill_then_decode_end_to_end(half):
         assert small.error(a, b) < 3e-2
     ran = {(kind, kernel) for kind, kernel, _, _ in kernels.report()}
     assert {kind for kind, kernel in ran if kernel == "reference"} <= {"attend"}
-    assert {("moe", "moe_gemm"), ("moe", "moe_rows"), ("gated_delta", "gdn_scan")} <= ran
+    assert {("moe", "moe_gemm"), ("moe", "moe_rows"), ("gated_delta", "gated_delta_scan")} <= ran
 
 
 FORMS = {

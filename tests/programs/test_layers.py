@@ -128,7 +128,7 @@ def delta(arrays, given, Hk, Hv, **more):
 @pytest.mark.parametrize("state", [True, False])
 def test_gated_delta(dtype, T, state):
     arrays, given = delta_inputs(1, T, 1, 2, dtype, state, T)
-    kernel = "gdn_step" if T == 1 else "gdn_scan"
+    kernel = "gated_delta_step" if T == 1 else "gated_delta_scan"
     compare(lambda: delta(arrays, given, 1, 2), dtype, kernel)
 
 
@@ -147,7 +147,7 @@ def test_gated_delta_with_padding_and_lengths():
             out, conv, state = delta(arrays, given, 1, 2, **more)
             return [mx.where(keep, out, mx.zeros_like(out)), conv, state]
 
-        compare(call, mx.bfloat16, "gdn_scan")
+        compare(call, mx.bfloat16, "gated_delta_scan")
 
 
 @pytest.mark.parametrize("scan", ["norm", "apart", "block"])
@@ -188,7 +188,7 @@ def test_attention_prepare(dtype, T, offset):
         lambda: ops.attention_prepare(
             q, k, *norms, mx.array(offset), heads=4, kv_heads=1, rotary=64, base=1e7, eps=1e-6
         ),
-        dtype, "attention_prep",
+        dtype, "attention_prepare",
     )  # fmt: skip
 
 
@@ -259,7 +259,7 @@ def test_checked_host_finds_no_fault_and_the_same_values(seed):
     for rows, kernel in ((3, "moe_rows"), (18, "moe_gemm")):
         x = normal((rows, 64), dtype)
         compare(lambda x=x: [ops.moe(x, layer)], dtype, kernel, tolerance=6e-2, **host)
-    for T, kernel in ((1, "gdn_step"), (5, "gdn_scan")):
+    for T, kernel in ((1, "gated_delta_step"), (5, "gated_delta_scan")):
         arrays, given = delta_inputs(1, T, 1, 1, dtype)
         compare(lambda a=arrays, g=given: delta(a, g, 1, 1), dtype, kernel, **host)
 

@@ -25,15 +25,15 @@ def test_every_kernel_is_registered_with_its_source():
 
 
 def test_no_mac_compiles_what_only_nvidia_has():
-    """The NVIDIA header is reached from the _sync files alone."""
+    """The NVIDIA header is reached from the _mma files alone."""
     folder = manifest.FOLDER
 
     def includes(file: Path) -> set[str]:
         found = re.findall(r'#include [<"]([^>"]+)[>"]', file.read_text())
         return set(found).union(*(includes(folder / f) for f in found if (folder / f).exists()))
 
-    users = {f.stem for f in folder.glob("*.metal") if "nvidia_simdgroup" in includes(f)}
-    assert users and all(name.endswith("_sync") for name in users)
+    users = {f.stem for f in folder.rglob("*.metal") if "nvidia_simdgroup" in includes(f)}
+    assert users and all(name.endswith("_mma") for name in users)
 
 
 def test_loading_twice_does_nothing():

@@ -51,8 +51,8 @@ def test_layers_of_the_bundled_model(tokens):
         rows = mx.sort(mx.linalg.norm(a - b, axis=-1) / mx.linalg.norm(b, axis=-1))
         assert rows[int(0.9 * (rows.size - 1))] < 0.03
     names = {row[1] for row in _ext.run_counts()}
-    assert names >= {"gdn_scan", "gemv_rows" if 2 * tokens <= 16 else "qgemm"}
-    assert names.isdisjoint({"gemv", "gdn_step"})
+    assert names >= {"gated_delta_scan", "gemv_rows" if 2 * tokens <= 16 else "qgemm"}
+    assert names.isdisjoint({"gemv", "gated_delta_step"})
 
 
 def test_a_chunk_uses_tensor_cores_and_has_no_conflicts(shapes):
@@ -60,7 +60,7 @@ def test_a_chunk_uses_tensor_cores_and_has_no_conflicts(shapes):
     for tokens in (20, 600, 2048):
         program = _ext.chunk_program("cuda", few, tokens).program
         assert program.check_hazards() == []
-        assert any(p["file"].endswith("_sync.metal") for p in program.pipelines)
+        assert any(p["file"].endswith("_mma.metal") for p in program.pipelines)
         assert all("simdgroup" not in p["kernel"] for p in program.pipelines)
 
 
@@ -190,7 +190,7 @@ EARLY_READS = {
     "attention_prepare": {"position"},
     "attention_decode": {"k_cache", "v_cache", "position"},
     "attention_merge": {"q_gate", "position"},
-    "gdn_step": {"conv_state", "state"},
+    "gated_delta_step": {"conv_state", "state"},
     "moe_gate_up": {"x"},
     "moe_down": {"ids", "weights", "shared_gate", "h"},
 }
@@ -237,13 +237,13 @@ def test_what_is_read_before_a_wait_was_there(shapes, form, capacity):
     described = _described(program)
     after = [d["after"] for d in described]
     for i, d in enumerate(described):
-        kernel = d["kernel"].removeprefix("sync_")
+        kernel = d["kernel"].removeprefix("mma_")
         early = next((v for k, v in EARLY_READS.items() if kernel.startswith(k)), set())
         if not d["constants"].get("kGivenIds", True):  # the expert kernels wait first then
             early = set()
         for a in d["arguments"]:
             if a["name"] in early and a["access"] != "write":
-                # The newest row of the caches is read after the wait (metal/attention_decode.h).
+                # The newest row of the caches is read after the wait (attention_decode.h).
                 newest = kernel.startswith("attention_decode") and a["name"].endswith("_cache")
                 if not newest and a["slot"] in written:
                     done = _complete(ways, after, i)
@@ -307,7 +307,7 @@ def test_kernels_depend_on_formats_not_on_sizes():
     assert all(p["key"].endswith("_0:4_1:64") for p in found)
     found = _ext.gated_delta_pipelines("cuda", "bfloat16")
     assert {p["key"] for p in found} == {
-        "conv_prefill_bf16", "gdn_scan_bf16_r2", "gated_norm_bf16",
+        "gated_delta_conv_rows_bf16", "gated_delta_scan_bf16_r2", "gated_norm_bf16",
     }  # fmt: skip
 
 
@@ -363,4 +363,4 @@ def test_a_gemm_gets_the_block_that_was_fastest_at_its_size(columns, blocks):
 
 def test_experts_get_blocks_of_the_rows_that_they_have():
     for rows, block in {256: 16, 512: 16, 544: 32, 1024: 32, 1568: 64, 2048: 64}.items():
-        assert f"sync_moe_down_bf16_m{block}_0:4_1:64" in _gemm_keys(rows, 2048)[1]
+        assert f"mma_moe_down_bf16_m{block}_0:4_1:64" in _gemm_keys(rows, 2048)[1]

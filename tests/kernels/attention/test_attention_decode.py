@@ -58,9 +58,9 @@ def frequencies(rotary: int) -> np.ndarray:
     "host,a,heads,kv_heads,position,rotary",
     [
         ("checked", "bf16", 2, 1, 0, 64),
-        ("checked", "f16", 3, 1, 5, 16),
+        ("checked", "fp16", 3, 1, 5, 16),
         ("cpu", "bf16", 16, 2, 131071, 64),
-        ("cpu", "f16", 8, 1, 7, 128),
+        ("cpu", "fp16", 8, 1, 7, 128),
         ("cpu", "bf16", 8, 1, 63, 256),
     ],
 )
@@ -226,7 +226,7 @@ def test_tensor_cores_checked(length: int) -> None:
     """Tiles of 16 keys: simdgroups that have none, a last tile that ends early."""
     case = Case(BF16, length, 152)
     c = constants(8, simdgroups=2, splits=3, pack=8, merge=2)
-    case.check(case.run(c, "checked", "sync_attention_decode")[0])
+    case.check(case.run(c, "checked", "mma_attention_decode")[0])
 
 
 @pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
@@ -234,7 +234,7 @@ def test_tensor_cores_checked(length: int) -> None:
 def test_tensor_cores(a: Dtype, length: int) -> None:
     case = Case(a, length, 1024, heads=16, kv_heads=2, scale=1.5)
     c = constants(16, 2, simdgroups=8, splits=5, pack=8)
-    case.check(case.run(c, "cpu", "sync_attention_decode")[0])
+    case.check(case.run(c, "cpu", "mma_attention_decode")[0])
 
 
 def test_uncoalesced_form() -> None:
@@ -244,7 +244,7 @@ def test_uncoalesced_form() -> None:
     )
 
 
-@pytest.mark.parametrize("kernel,pack", [("attention_decode", 4), ("sync_attention_decode", 8)])
+@pytest.mark.parametrize("kernel,pack", [("attention_decode", 4), ("mma_attention_decode", 8)])
 def test_large_scores_do_not_overflow(kernel: str, pack: int) -> None:
     """Scores of some thousands, growing along the context: the running maximum changes often."""
     case = Case(BF16, 64, 64, scale=1.0)

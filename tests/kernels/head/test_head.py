@@ -117,7 +117,7 @@ def test_argmax_of_logits_in_memory(host: str) -> None:
     assert token[0] == 131
 
 
-@pytest.mark.parametrize("a", ["bf16", "f16"])
+@pytest.mark.parametrize("a", ["bf16", "fp16"])
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_embedding(a: str, bits: int) -> None:
     a = DTYPES[a]

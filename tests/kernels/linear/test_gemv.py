@@ -32,7 +32,7 @@ def run(
     sync: bool = False,
     **shape,
 ) -> None:
-    """One launch against the reference; sync: of gemv_sync.h."""
+    """One launch against the reference; sync: of gemv_mma.h."""
     out = out or a
     rng = np.random.default_rng(seed)
     weights = [make_weight(rng, (n, k), a, b, group) for n, b in zip(rows, bits, strict=True)]
@@ -54,7 +54,7 @@ def run(
         buffers.update(weight_buffers(w, 4 + 4 * i))
         ys.append(out.empty(rows[i]))
         buffers[7 + 4 * i] = ys[i]
-    name = ("sync_" if sync else "") + gemv_name(a, out, k)
+    name = ("mma_" if sync else "") + gemv_name(a, out, k)
     launch(name, buffers, gemv_grid(c), 32 * c[14], host, c)
     if c[18]:
         # The norm's fp32 sum is added in another order: one rounding step either way, seldom.
@@ -62,7 +62,7 @@ def run(
         assert np.abs(got - x).max() <= a.ulp * np.abs(x).max()
         assert (got != x).mean() < 0.02
         x = got
-    # The fp32 sums of gemv_sync.h carry 128 x, or 1024 x, besides code * x.
+    # The fp32 sums of gemv_mma.h carry 128 x, or 1024 x, besides code * x.
     base = (8 if a is BF16 else 64) if sync else 1
     for i, w in enumerate(weights):
         exact, size = product(w, x)
@@ -179,7 +179,7 @@ def test_more_pieces_than_threads_checked() -> None:
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("a", ["bf16", "f16"])
+@pytest.mark.parametrize("a", ["bf16", "fp16"])
 def test_formats(a: str, bits: int, group: int) -> None:
     # lanes * u units of 4 bits are 2048 values, of 8 bits 1024.
     run("cpu", DTYPES[a], 2048, [37], [bits], group, lanes=32, r=2, u=2, norm=True, write_x=True)

@@ -112,7 +112,7 @@ def test_checked_formats():
 # ---------------------------------------------------------------- other matrix units
 
 NAX = dict(prefix="nax_")
-SYNC = dict(prefix="sync_")
+SYNC = dict(prefix="mma_")
 SYNC_BLOCKS = (16, 32, 64)
 
 

@@ -259,7 +259,7 @@ def test_no_shared_expert_and_no_renormalising() -> None:
     check_layer("checked", Shape(64, 4, 256, 64, 0, norm=False), BF16)
 
 
-@pytest.mark.parametrize("a", ["bf16", "f16"])
+@pytest.mark.parametrize("a", ["bf16", "fp16"])
 @pytest.mark.parametrize("bits,group", [(4, 32), (4, 64), (8, 32), (8, 64)])
 def test_bundled_layer(a: str, bits: int, group: int) -> None:
     s = Shape(

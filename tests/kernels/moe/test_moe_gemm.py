@@ -97,12 +97,12 @@ def test_nax_checked(block):
 def test_sync(a, block):
     """NVIDIA's tensor cores, emulated."""
     e = Experts(a, 37, 128, 96, 3, group=32)
-    check_grouped(e, spread_ids(37, 2, 3), block, prefix="sync_")
+    check_grouped(e, spread_ids(37, 2, 3), block, prefix="mma_")
     e = Experts(a, block + 1, 64, 64, 2, bits=8)
-    check_grouped(e, np.full((block + 1, 1), 1), block, prefix="sync_")
+    check_grouped(e, np.full((block + 1, 1), 1), block, prefix="mma_")
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_sync_checked(block):
     e = Experts(BF16, 5, 64, 96, 2, group=32)
-    check_grouped(e, spread_ids(5, 1, 2), block, "checked", "sync_")
+    check_grouped(e, spread_ids(5, 1, 2), block, "checked", "mma_")

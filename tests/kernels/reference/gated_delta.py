@@ -10,7 +10,7 @@ from .numbers import F64, Dtype, head_norm, sigmoid, silu, softplus
 
 
 @dataclass
-class GdnShape:
+class GatedDeltaShape:
     """Heads and head sizes of a Gated DeltaNet layer; channels are [q | k | v heads]."""
 
     key_heads: int
@@ -30,7 +30,7 @@ def _convolve(rows: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return silu(sum(rows[..., i : i + tokens, :] * weight[:, i] for i in range(4)))
 
 
-def gdn_conv(
+def gated_delta_conv(
     qkv: np.ndarray, conv_state: np.ndarray, conv_weight: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(SiLU of the width-4 convolution [C], new conv state [3, C])."""
@@ -38,7 +38,9 @@ def gdn_conv(
     return _convolve(rows, conv_weight)[0], rows[1:].astype(np.float32)
 
 
-def gdn_split(conv: np.ndarray, s: GdnShape, a: Dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def gated_delta_split(
+    conv: np.ndarray, s: GatedDeltaShape, a: Dtype
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rounded q^ [..., Hk, Dk], k^ [..., Hk, Dk], v^ [..., Hv, Dv]."""
     n, lead = s.key_heads * s.dk, conv.shape[:-1]
     q = conv[..., :n].reshape(*lead, s.key_heads, s.dk)
@@ -49,14 +51,14 @@ def gdn_split(conv: np.ndarray, s: GdnShape, a: Dtype) -> tuple[np.ndarray, np.n
     return a.rnd(q), a.rnd(k), a.rnd(v)
 
 
-def gdn_gates(
+def gated_delta_gates(
     av: np.ndarray, bv: np.ndarray, a_log: np.ndarray, dt_bias: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(decay g, beta) of each value head."""
     return np.exp(-np.exp(a_log.astype(F64)) * softplus(av.astype(F64) + dt_bias)), sigmoid(bv)
 
 
-def conv_prefill(
+def gated_delta_conv_rows(
     qkv: np.ndarray,
     conv_state: np.ndarray,
     weight: np.ndarray,
@@ -66,7 +68,7 @@ def conv_prefill(
     dt_bias: np.ndarray,
     mask: np.ndarray | None,
     lengths: np.ndarray | None,
-    shape: GdnShape,
+    shape: GatedDeltaShape,
     dtype: Dtype,
 ) -> tuple[np.ndarray, ...]:
     """The operands of many rows: qkv [B, T, C], conv_state [B, 3, C], a, b [B, T, Hv].
@@ -78,22 +80,22 @@ def conv_prefill(
     if mask is not None:
         qkv = np.where(mask[..., None], qkv, 0)
     rows = np.concatenate([conv_state, qkv], 1)
-    g, beta = gdn_gates(a, b, a_log, dt_bias)
+    g, beta = gated_delta_gates(a, b, a_log, dt_bias)
     if mask is not None:
         g, beta = np.where(mask[..., None], g, 1.0), np.where(mask[..., None], beta, 0.0)
     ends = np.full(batch, tokens) if lengths is None else np.clip(lengths, 0, tokens)
     state = np.stack([rows[i, e : e + 3] for i, e in enumerate(ends)])
-    return *gdn_split(_convolve(rows, weight), shape, dtype), g, beta, state
+    return *gated_delta_split(_convolve(rows, weight), shape, dtype), g, beta, state
 
 
-def gdn_delta(
+def gated_delta_delta(
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
     g: np.ndarray,
     beta: np.ndarray,
     state: np.ndarray,
-    s: GdnShape,
+    s: GatedDeltaShape,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(y [..., Hv, Dv], new state [..., Hv, Dv, Dk]) of one token."""
     share = s.value_heads // s.key_heads
@@ -111,7 +113,7 @@ def gated_delta(
     g: np.ndarray,
     beta: np.ndarray,
     state: np.ndarray,
-    s: GdnShape,
+    s: GatedDeltaShape,
 ) -> tuple[np.ndarray, np.ndarray]:
     """y [B, T, Hv, D] and the new state of the tokens in their order.
 
@@ -120,10 +122,12 @@ def gated_delta(
     y = np.zeros(v.shape)
     for t in range(v.shape[1]):
         token = (x[:, t] for x in (q, k, v, g, beta))
-        y[:, t], state = gdn_delta(*token, state, s)
+        y[:, t], state = gated_delta_delta(*token, state, s)
     return y, state
 
 
-def gdn_gated_norm(y: np.ndarray, z: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+def gated_delta_gated_norm(
+    y: np.ndarray, z: np.ndarray, weight: np.ndarray, eps: float
+) -> np.ndarray:
     """norm(y) * weight * silu(z), unrounded."""
     return head_norm(y, weight, eps) * silu(z)

@@ -19,14 +19,14 @@ class Dtype:
     @property
     def long_name(self) -> str:
         """As the kernels of several rows spell it."""
-        return {"f16": "fp16", "f32": "fp32"}.get(self.name, self.name)
+        return {"fp16": "fp16", "f32": "fp32"}.get(self.name, self.name)
 
     def store(self, x: np.ndarray) -> np.ndarray:
         """Values, rounded to nearest even, as the array that a kernel reads (uint16 for bf16)."""
         x = np.ascontiguousarray(x, np.float32)
         if self.name == "f32":
             return x.copy()
-        if self.name == "f16":
+        if self.name == "fp16":
             return x.astype(np.float16)
         u = x.view(np.uint32)
         return ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
@@ -47,7 +47,7 @@ class Dtype:
 
 
 BF16 = Dtype("bf16", 2.0**-7)
-F16 = Dtype("f16", 2.0**-10)
+F16 = Dtype("fp16", 2.0**-10)
 F32 = Dtype("f32", 2.0**-23)
 DTYPES = {d.name: d for d in (BF16, F16, F32)}
 

@@ -1,9 +1,0 @@
-// Instantiations of attention_prep.h; _dD_rRD: head_dim D, rotary dims RD.
-#include "attention_prep.h"
-
-#define INSTANTIATE_PREP(NAME, A, D, RD)                                                  \
-  template [[host_name("attention_prep_" NAME "_d" #D "_r" #RD)]] [[kernel]]              \
-  decltype(attention_prep<A, D, RD>) attention_prep<A, D, RD>;
-
-INSTANTIATE_PREP("bf16", bfloat, 256, 64)
-INSTANTIATE_PREP("fp16", half, 256, 64)

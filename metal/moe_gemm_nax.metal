@@ -1,8 +1,0 @@
-// Instantiations of moe_gemm.h on Metal 4 tensor operations: nax_moe_{gate_up,down}_<A>_m<rows a
-// block>.
-#include "moe_gemm.h"
-#include "moe_gemm_instances.h"
-#include "tile_mma_nax.h"
-
-INSTANTIATE_MOE_GEMM_ROWS("nax_", 32, GemmBlock32, TensorTile)
-INSTANTIATE_MOE_GEMM_ROWS("nax_", 64, GemmBlock64, TensorTile)

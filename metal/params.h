@@ -5,10 +5,10 @@
 
 namespace lily {
 
-// The codes of a unit, which a lane of a product of one row loads at once (quant.h). Values that are
-// no codes have 16 bits.
+// The codes of a unit, which a lane of a product of one row loads at once (quant.h): as many as fit
+// 16 bytes, but codes that cross words end with three of them. Values that are no codes have 16 bits.
 constexpr int unit_codes(int bits) {
-  return 128 / bits;
+  return bits == 6 ? 16 : 128 / bits;
 }
 
 // gemv_rows_multi (gemv_rows.h)

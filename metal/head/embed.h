@@ -4,8 +4,7 @@
 // past the vocabulary reads the last row instead of memory that is not there.
 //
 // Bytes: a row of codes, scales and biases read and columns * sizeof(A) written, for each id. Function
-// constants: 0 = bits (4, 8, or 16 for weights of type A), 1 = group. Columns are a multiple of
-// 8 and of the group.
+// constants: 0 = bits (16: weights of type A), 1 = group. Columns are a multiple of 8 and of the group.
 #pragma once
 
 #include "params.h"

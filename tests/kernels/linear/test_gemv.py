@@ -90,9 +90,9 @@ SHAPES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)]
 @pytest.mark.parametrize("i", range(len(SHAPES)), ids=[f"r{r}u{u}" for r, u in SHAPES])
 def test_every_shape_checked(i: int) -> None:
     r, u = SHAPES[i]
-    bits = [4, 8][i % 2]
+    bits = [4, 6, 8][i % 3]
     lanes = 8
-    k = lanes * u * (128 // bits) * (1 + i % 3)
+    k = lanes * u * {4: 32, 6: 16, 8: 16}[bits] * (1 + i % 3)
     group = 32 if k % 64 else 64
     run(
         "checked",
@@ -114,7 +114,7 @@ def test_four_matrices_of_different_bits_with_norm_checked() -> None:
         BF16,
         512,
         [9, 5, 1, 3],
-        [4, 8, 16, 4],
+        [4, 8, 16, 6],
         64,
         lanes=8,
         r=2,
@@ -178,10 +178,10 @@ def test_more_pieces_than_threads_checked() -> None:
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("a", ["bf16", "fp16"])
 def test_formats(a: str, bits: int, group: int) -> None:
-    # lanes * u units of 4 bits are 2048 values, of 8 bits 1024.
+    # lanes * u units of 4 bits are 2048 values, of 6 or 8 bits 1024.
     run("cpu", DTYPES[a], 2048, [37], [bits], group, lanes=32, r=2, u=2, norm=True, write_x=True)
 
 
@@ -294,10 +294,10 @@ def test_residual_is_added_to_the_rounded_product(a: Dtype, sync: bool, host: st
     r = a.load(residual)
     assert (a.rnd(r + exact) != a.rnd(r + a.rnd(exact))).sum() > 1
     shape = dict(**SYNC, u=2, split=2) if sync else dict(lanes=8, r=2, u=1)
-    file, prefix = ("gemv_sync.metal", "sync_") if sync else ("gemv.metal", "")
+    prefix = "mma_" if sync else ""
     alone, added = a.empty(n), a.empty(n)
     for y, more in ((alone, {}), (added, {2: residual})):
         c = gemv_constants(k, [w], **shape, residual=bool(more))
         buffers = {0: x, **more, **weight_buffers(w, 4), 7: y}
-        launch(file, prefix + gemv_name(a, a, k), c, buffers, (gemv_grid(c),), 32 * c[14], host)
+        launch(prefix + gemv_name(a, a, k), buffers, gemv_grid(c), 32 * c[14], host, c)
     np.testing.assert_array_equal(added, a.store(r + a.load(alone)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
 import subprocess
@@ -17,6 +16,7 @@ from lily_mlx import compare
 from lily_mlx.cli import _common
 from lily_mlx.machine import load_average, machine, one_line, versions
 from lily_mlx.prompts import PASSAGE
+from lily_mlx.report import write_atomically, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -46,7 +46,7 @@ def parser(routine: str, description: str) -> argparse.ArgumentParser:
     return made
 
 
-def prompt_text(model: str, file: str | None) -> str:
+def prompt_text(file: str | None) -> str:
     """The text of ``file``, or the package's passage of English."""
     return PASSAGE if file is None else Path(file).read_text()
 
@@ -99,8 +99,8 @@ def save(result: dict[str, Any], text: str, arguments: argparse.Namespace, model
         return
     name = arguments.label or f"{result['routine']}-{model}-{device_name()}"
     path = arguments.output_dir / f"{name}.json"
-    compare.write_atomically(path, json.dumps(result, indent=1) + "\n")
-    compare.write_atomically(path.with_suffix(".txt"), f"{head}\n{text}\n")
+    write_json(result, path)
+    write_atomically(path.with_suffix(".txt"), f"{head}\n{text}\n")
     print(f"\nWrote {path} and {path.with_suffix('.txt').name}.")
 
 

@@ -37,7 +37,8 @@ from mlx_lm.models.cache import KVCache
 
 import lily_mlx
 from benchmarks import common, gpu_checks, gpu_layers, gpu_report
-from lily_mlx import _ext, compare, decode, ptx, spec
+from lily_mlx import _ext, decode, ptx, spec
+from lily_mlx.report import write_json
 from lily_mlx.shapes import qwen3_6_35b_a3b, qwen3_6_35b_a3b_config
 
 PARTS = ("checks", "kernels", "layers", "decode", "prefill", "raised")
@@ -268,8 +269,7 @@ class Run:
 
     def save(self) -> None:
         if self.arguments.output:
-            text = json.dumps(self.report, indent=1) + "\n"
-            compare.write_atomically(self.arguments.output, text)
+            write_json(self.report, self.arguments.output)
 
     def load(self) -> None:
         """Both models' weights; `models` holds the engines that are measured."""
@@ -521,7 +521,7 @@ def main(argv: list[str]) -> None:
         if not arguments.output:
             parser.error("--merge needs --output FILE, where the joined result goes")
         report = gpu_report.merged([json.loads(path.read_text()) for path in arguments.merge])
-        compare.write_atomically(arguments.output, json.dumps(report, indent=1) + "\n")
+        write_json(report, arguments.output)
         say(gpu_report.text(report))
         return
     needs_lily = sorted({"kernels", "layers", "checks"} & set(arguments.only))
@@ -540,7 +540,7 @@ def main(argv: list[str]) -> None:
         random_weights(ours)
         report = run_sweep(ours)
         if arguments.output:
-            compare.write_atomically(arguments.output, json.dumps(report, indent=1) + "\n")
+            write_json(report, arguments.output)
         return
 
     if not arguments.output:

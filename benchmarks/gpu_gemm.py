@@ -44,8 +44,8 @@ def make(folder: Path) -> None:
         kind = f"GemmBlock<{', '.join(map(str, block))}>"
         text += f"typedef {kind} Block;\n"
         for output, o in (("bf16", "bfloat"), ("fp32", "float")):
-            text += f'INSTANTIATE_QGEMM("", "bf16", bfloat, "{output}", {o}, 0, Block, SyncTile)\n'
-        text += 'INSTANTIATE_MOE_GEMM("", "bf16", bfloat, 0, Block, SyncTile)\n'
+            text += f'INSTANTIATE_QGEMM("", "bf16", bfloat, "{output}", {o}, 0, Block, MmaTile)\n'
+        text += 'INSTANTIATE_MOE_GEMM("", "bf16", bfloat, 0, Block, MmaTile)\n'
         file = folder / f"{name}.metal"
         file.write_text(text)
         source = Source(file, include=[str(METAL)], rules="metal")

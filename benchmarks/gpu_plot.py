@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_report
-from lily_mlx.compare import number, write_atomically
 from lily_mlx.plot import COLOURS, LABELS
+from lily_mlx.report import number, write_atomically
 
 TITLES = {
     "decode": ("Decode", "tokens in the caches"),

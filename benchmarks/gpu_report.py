@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lily_mlx.compare import number
+from lily_mlx.report import number
 
 ROWS = {"decode": "context", "prefill": "tokens"}
 """The parts that are lists of rows, and the field that tells their rows apart."""

@@ -23,6 +23,7 @@ from benchmarks import common
 from lily_mlx import compare, float32
 from lily_mlx.cli import _common
 from lily_mlx.cli.compare import length
+from lily_mlx.report import number, render_grid
 
 SHAPES_35B = {
     "model_type": "qwen3_5_moe",
@@ -168,8 +169,8 @@ def measure(models: dict[str, nn.Module], wide: nn.Module, rows: list[int], past
                 case.run()
             seconds: dict[str, list[float]] = {n: [] for n in cases}
             entry: dict[str, Any] = {"module": kind, "layer": index, "rows": count, "past": past}
-            for number in range(rounds):
-                for name in list(cases)[:: 1 if number % 2 else -1]:
+            for turn in range(rounds):
+                for name in list(cases)[:: 1 if turn % 2 else -1]:
                     seconds[name].append(cases[name].run()[0])
             for name, case in cases.items():
                 largest, relative = error(case.run()[1], reference)
@@ -221,10 +222,10 @@ def main(given: list[str]) -> None:
         lines = []
         for entry in entries:
             line = [f"{entry['module']} {entry['rows']}"]
-            line += [compare.number(1e3 * entry[n]["seconds"]) for n in names]
+            line += [number(1e3 * entry[n]["seconds"]) for n in names]
             if both:
                 ratio = entry[names[1]]["seconds"] / entry[names[0]]["seconds"]
-                line.append(compare.number(ratio) + "x")
+                line.append(number(ratio) + "x")
             line += [f"{entry[n]['relative_error']:.1e}" for n in names]
             lines.append(line)
         groups = [
@@ -232,6 +233,6 @@ def main(given: list[str]) -> None:
             ("milliseconds a call", [*names, *(["ratio"] if both else [])]),
             ("relative error", list(names)),
         ]
-        common.save(result, compare.render_grid(groups, lines), arguments, about["name"])
+        common.save(result, render_grid(groups, lines), arguments, about["name"])
 
     common.guarded("layers", body, arguments.traceback)

@@ -22,6 +22,7 @@ from lily_mlx import compare
 from lily_mlx.cli import _common
 from lily_mlx.cli.compare import length
 from lily_mlx.machine import machine
+from lily_mlx.report import number, render, render_grid
 
 CPU = {"prompt_lengths": [16, 64, 256], "decode_tokens": 32}
 GPU = {"prompt_lengths": [256, 1024, 4096], "decode_tokens": 64}
@@ -52,22 +53,19 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], Any]:
         arguments.model, common.ENGINES[arguments.engine], arguments.strict
     )
     cells = compare.make_cells(lengths, arguments.contexts, decode_tokens, engines[0].max_positions)
-    text = None if arguments.synthetic else common.prompt_text(arguments.model, arguments.text)
+    text = None if arguments.synthetic else common.prompt_text(arguments.text)
     prompts = compare.Prompts(engines[0], text)
-    step = arguments.prefill_step_size
-    samples = compare.measure(
-        engines, cells, prompts, decode_tokens, arguments.rounds, step, common.progress
+    report = compare.run(
+        engines,
+        cells,
+        prompts,
+        arguments.model,
+        decode_tokens,
+        arguments.rounds,
+        arguments.float32,
+        arguments.prefill_step_size,
+        common.progress,
     )
-    checks = compare.check_tokens(
-        engines, samples, prompts, arguments.model, arguments.float32, step, common.progress
-    )
-    settings = {
-        "prompts": prompts.kind,
-        "decode_tokens": decode_tokens,
-        "rounds": arguments.rounds,
-        "prefill_step_size": step,
-    }
-    report = compare.build_report(engines, arguments.model, samples, checks, settings)
     return report, engines[0].tokenizer.decode
 
 
@@ -91,12 +89,12 @@ def _variant_table(variant: dict[str, Any]) -> str:
     lines = [
         [
             row["label"],
-            *(compare.number(row["engines"]["stock"][f"{w}_tps"]) for w in ("prefill", "decode")),
+            *(number(row["engines"]["stock"][f"{w}_tps"]) for w in ("prefill", "decode")),
         ]
         for row in variant["rows"]
     ]
     groups = [("", [""]), ("stock", ["prefill tok/s", "decode tok/s"])]
-    return f"Stock in its own process with {setting}:\n" + compare.render_grid(groups, lines)
+    return f"Stock in its own process with {setting}:\n" + render_grid(groups, lines)
 
 
 def main(given: list[str]) -> None:
@@ -106,7 +104,7 @@ def main(given: list[str]) -> None:
         heading = common.heading("model", given)
         report, decode = measure(arguments)
         result = {**report, **heading}
-        text = compare.render(report, decode)
+        text = render(report, decode)
         already_long = all(os.environ.get(k) == v for k, v in LONG_BUFFERS.items())
         if arguments.engine != "lily" and machine()["device"] == "gpu" and not already_long:
             result["stock_long_buffers"] = stock_with_long_buffers(given)

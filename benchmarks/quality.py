@@ -17,6 +17,7 @@ import mlx.nn as nn
 from benchmarks import common
 from lily_mlx import compare, float32
 from lily_mlx.cli.compare import length
+from lily_mlx.report import render_grid
 
 MODES = ("prefill", "decode")
 
@@ -62,7 +63,7 @@ def main(given: list[str]) -> None:
     def body() -> None:
         heading = common.heading("quality", given)
         engines = compare.load_engines(arguments.model, common.ENGINES[arguments.engine])
-        text = common.prompt_text(arguments.model, arguments.text)
+        text = common.prompt_text(arguments.text)
         ids = engines[0].tokenizer.encode(text)[: arguments.tokens]
         if len(ids) < 2:
             raise ValueError(f"The text has {len(ids)} tokens; at least 2 are needed.")
@@ -104,7 +105,7 @@ def main(given: list[str]) -> None:
             ("", ["logprob error"]),
         ]
         words = f"{len(ids)} tokens, teacher-forced, prefill in chunks of {arguments.chunk}."
-        text = compare.render_grid(groups, lines) + "\n\n" + words
+        text = render_grid(groups, lines) + "\n\n" + words
         common.save(result, text, arguments, model["name"])
 
     common.guarded("quality", body, arguments.traceback)

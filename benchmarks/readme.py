@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common, gpu_plot, gpu_report
-from lily_mlx import compare, plot
+from lily_mlx import plot
 from lily_mlx.cli import _common
 from lily_mlx.machine import busy, one_line
+from lily_mlx.report import number, same_words, write_atomically
 
 BEGIN = "<!-- begin figures: written by `python -m benchmarks readme` -->"
 END = "<!-- end figures -->"
@@ -31,7 +32,7 @@ def markdown_table(header: list[str], lines: list[list[str]]) -> str:
 
 
 def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"**{compare.number(value)}x**"
+    return "-" if value is None else f"**{number(value)}x**"
 
 
 def _model(result: dict[str, Any]) -> str:
@@ -46,9 +47,9 @@ def _model(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         line = [row["label"]]
         for what in ("prefill", "decode"):
-            line += [compare.number(row["engines"][n][f"{what}_tps"]) for n in names]
+            line += [number(row["engines"][n][f"{what}_tps"]) for n in names]
             line += [_ratio(row[f"{what}_ratio"])] if two else []
-        line += [compare.same_words(checks.get(row["label"]))] if two else []
+        line += [same_words(checks.get(row["label"]))] if two else []
         lines.append(line)
     settings = result["settings"]
     text = markdown_table(header, lines)
@@ -60,7 +61,7 @@ def _model(result: dict[str, Any]) -> str:
     if long:
         setting = " ".join(f"{k}={v}" for k, v in long["environment"].items())
         figures = ", ".join(
-            f"{row['label']}: {compare.number(row['engines']['stock']['decode_tps'])}"
+            f"{row['label']}: {number(row['engines']['stock']['decode_tps'])}"
             for row in long["rows"]
         )
         text += f" Stock's decode with `{setting}`: {figures}."
@@ -74,8 +75,8 @@ def _layers(result: dict[str, Any]) -> str:
         lines.append(
             [
                 f"{row['module']}, {row['rows']} row{'s' if row['rows'] > 1 else ''}",
-                compare.number(1e3 * lily["seconds"]),
-                compare.number(1e3 * stock["seconds"]),
+                number(1e3 * lily["seconds"]),
+                number(1e3 * stock["seconds"]),
                 _ratio(stock["seconds"] / lily["seconds"]),
                 f"{lily['relative_error']:.1e}",
                 f"{stock['relative_error']:.1e}",
@@ -124,7 +125,7 @@ def _gpu_rates(result: dict[str, Any]) -> str:
         line = [f"{length:,}"]
         for part, name in columns:
             value = by_length[length].get(part, {}).get(name)
-            text = _ratio(value) if name == "ratio" else compare.number(value)
+            text = _ratio(value) if name == "ratio" else number(value)
             samples = gpu_report.samples(result, part, length, name)
             if part == "decode" and name.startswith("stock") and len(samples) > 1:
                 text += f" ({min(samples):.0f} to {max(samples):.0f})"
@@ -195,14 +196,14 @@ def _gpu_kernels(result: dict[str, Any], context: int) -> str:
             f"{r['us']:.1f}",
             f"{r['total_us']:.0f}",
             f"{r['floor_us']:.0f}",
-            compare.number(r["over_floor"]) if r["floor_us"] >= 0.5 else "-",
+            number(r["over_floor"]) if r["floor_us"] >= 0.5 else "-",
             f"{r['share_of_copy']:.0%}",
         ]
         for r in kernels
     ]
     total, floor = (sum(r[k] for r in kernels) for k in ("total_us", "floor_us"))
     count = str(sum(r["dispatches"] for r in kernels))
-    rows.append(["all", count, "", f"{total:.0f}", f"{floor:.0f}", compare.number(total / floor),
+    rows.append(["all", count, "", f"{total:.0f}", f"{floor:.0f}", number(total / floor),
                  f"{floor / total:.0%}"])  # fmt: skip
     step = result.get(f"step_{context}")
     if step:
@@ -299,7 +300,7 @@ def main(given: list[str]) -> None:
             if new != text:
                 raise ValueError("README.md is out of date: run `python -m benchmarks readme`.")
             return
-        compare.write_atomically(path, new)
+        write_atomically(path, new)
         source = common.RESULTS / PICTURE_OF
         if not source.exists():
             print(f"No picture: {source.name} is not there.")

@@ -6,8 +6,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-from lily_mlx.compare import number, write_atomically
 from lily_mlx.machine import busy
+from lily_mlx.report import number, write_atomically
 
 COLOURS = {"lily": "#7a4fa3", "stock": "#9aa5b1"}
 LABELS = {"lily": "lily_mlx", "stock": "stock mlx-lm"}

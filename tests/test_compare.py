@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 
 from lily_mlx import compare, float32, plot, prompts
 from lily_mlx.cli import compare as command
+from lily_mlx.report import render, write_atomically, write_json
 
 stock_step = importlib.import_module("mlx_lm.generate").generate_step
 QUANTIZED = {"bits": 4, "group_size": 64}
@@ -179,7 +180,7 @@ def test_a_difference_is_shown_with_both_engines_and_float32(tmp_path):
     report = compare.build_report(
         both, folder, samples, [check], {"rounds": 2, "decode_tokens": 3, "prompts": "synthetic"}
     )
-    text = compare.render(report)
+    text = render(report)
     assert (
         "differ at 1 (float32: lily)" in text and "first difference" in text and "float32" in text
     )
@@ -286,9 +287,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     target = tmp_path / "report.json"
     target.write_text("old")
     with pytest.raises(TypeError):
-        compare.write_atomically(target, None)
+        write_atomically(target, None)
     with pytest.raises(TypeError):
-        compare.write_json({"model": object()}, target)
+        write_json({"model": object()}, target)
     assert target.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
 

@@ -6,24 +6,15 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "reference/functions.h"
 #include "reference/micro.h"
 #include "reference/parallel.h"
 
 namespace lily::reference {
 namespace {
 
-// Multiply-adds below which a task is not worth a thread.
-constexpr int64_t kTaskWork = 1 << 15;
 // x rows that a task multiplies by one block of weight rows before it goes on: keeps them in cache.
 constexpr int kXBlock = 64;
-// Keys of one partial result, and of one pass of scores. Fixed, so that the order of summation is
-// too.
-constexpr int kKeyChunk = 1024;
-constexpr int kKeyBlock = 64;
-
-float sigmoid(float x) {
-  return 1.0f / (1.0f + std::exp(-x));
-}
 
 float silu(float x) {
   return x * sigmoid(x);
@@ -75,7 +66,7 @@ struct Arranged {
     if (want_nibbles) {
       nibbles.resize(int64_t(rows) * cols);
     }
-    parallel_ranges(rows, std::max(1, int(kTaskWork / cols)), [&](size_t begin, size_t end) {
+    parallel_ranges(rows, cols, [&](size_t begin, size_t end) {
       for (size_t r = begin; r < end; ++r) {
         const void* row = at(t, x, r * ldx);
         if (want_plain) {
@@ -99,11 +90,7 @@ struct Task {
 };
 
 void rms_row(Type t, const float* x, Type wt, const void* w, float eps, int dim, float* out) {
-  float squares = 0.0f;
-  for (int i = 0; i < dim; ++i) {
-    squares += x[i] * x[i];
-  }
-  const float scale = 1.0f / std::sqrt(squares / dim + eps);
+  const float scale = 1.0f / std::sqrt(sum_of_squares(x, dim) / dim + eps);
   for (int i = 0; i < dim; ++i) {
     out[i] = round_to(t, x[i] * scale * load(wt, w, i));
   }
@@ -113,7 +100,7 @@ void rms_row(Type t, const float* x, Type wt, const void* w, float eps, int dim,
 
 void rms_norm(Type t, const void* x, Type weight_type, const void* weight, float eps, int64_t rows,
               int dim, void* out) {
-  parallel_ranges(rows, std::max(1, int(kTaskWork / dim)), [&](size_t begin, size_t end) {
+  parallel_ranges(rows, dim, [&](size_t begin, size_t end) {
     std::vector<float> in(dim), normed(dim);
     for (size_t r = begin; r < end; ++r) {
       for (int i = 0; i < dim; ++i) {
@@ -212,45 +199,39 @@ void gated_delta(const DeltaShape& s, const DeltaWeights& w, const DeltaInputs& 
     norm[i] = load(w.norm_type, w.norm, i);
   }
 
-  parallel_ranges(int64_t(s.B) * s.T, std::max(1, int(kTaskWork / 8 / C)),
-                  [&](size_t begin, size_t end) {
-                    std::vector<float> x(C);
-                    for (size_t r = begin; r < end; ++r) {
-                      const int b = static_cast<int>(r / s.T), row = static_cast<int>(r % s.T);
-                      for (int c = 0; c < C; ++c) {
-                        float sum = 0.0f;
-                        for (int j = 0; j < s.width; ++j) {
-                          sum += taps[int64_t(c) * s.width + j] * raw(b, row + j, c);
-                        }
-                        x[c] = silu(sum);
-                      }
-                      float* to = mixed.data() + r * C;
-                      for (int h = 0; h < heads; ++h) {
-                        const bool is_v = h >= 2 * s.Hk;
-                        const int dim = is_v ? s.Dv : s.Dk;
-                        const int c0 = is_v ? 2 * s.Hk * s.Dk + (h - 2 * s.Hk) * s.Dv : h * s.Dk;
-                        float scale = 1.0f;
-                        if (!is_v) {
-                          float squares = 0.0f;
-                          for (int i = 0; i < dim; ++i) {
-                            squares += x[c0 + i] * x[c0 + i];
-                          }
-                          scale = 1.0f / std::sqrt(squares + 1e-6f);
-                          if (h < s.Hk) {
-                            scale *= 1.0f / std::sqrt(float(s.Dk));
-                          }
-                        }
-                        for (int i = 0; i < dim; ++i) {
-                          to[c0 + i] = round_to(t, x[c0 + i] * scale);
-                        }
-                      }
-                      for (int h = 0; h < s.Hv; ++h) {
-                        gates[r * s.Hv + h] =
-                            std::exp(-decay[h] * softplus(load(t, in.a, r * s.Hv + h) + bias[h]));
-                        betas[r * s.Hv + h] = sigmoid(load(t, in.b, r * s.Hv + h));
-                      }
-                    }
-                  });
+  parallel_ranges(int64_t(s.B) * s.T, 8 * C, [&](size_t begin, size_t end) {
+    std::vector<float> x(C);
+    for (size_t r = begin; r < end; ++r) {
+      const int b = static_cast<int>(r / s.T), row = static_cast<int>(r % s.T);
+      for (int c = 0; c < C; ++c) {
+        float sum = 0.0f;
+        for (int j = 0; j < s.width; ++j) {
+          sum += taps[int64_t(c) * s.width + j] * raw(b, row + j, c);
+        }
+        x[c] = silu(sum);
+      }
+      float* to = mixed.data() + r * C;
+      for (int h = 0; h < heads; ++h) {
+        const bool is_v = h >= 2 * s.Hk;
+        const int dim = is_v ? s.Dv : s.Dk;
+        const int c0 = is_v ? 2 * s.Hk * s.Dk + (h - 2 * s.Hk) * s.Dv : h * s.Dk;
+        float scale = 1.0f;
+        if (!is_v) {
+          scale = 1.0f / std::sqrt(sum_of_squares(&x[c0], dim) + 1e-6f);
+          if (h < s.Hk) {
+            scale *= 1.0f / std::sqrt(float(s.Dk));
+          }
+        }
+        for (int i = 0; i < dim; ++i) {
+          to[c0 + i] = round_to(t, x[c0 + i] * scale);
+        }
+      }
+      for (int h = 0; h < s.Hv; ++h) {
+        gates[r * s.Hv + h] = std::exp(-decay[h] * softplus(load(t, in.a, r * s.Hv + h) + bias[h]));
+        betas[r * s.Hv + h] = sigmoid(load(t, in.b, r * s.Hv + h));
+      }
+    }
+  });
 
   const int64_t size = int64_t(s.Dv) * s.Dk;
   parallel_for(int64_t(s.B) * s.Hv, [&](size_t i) {
@@ -274,11 +255,7 @@ void gated_delta(const DeltaShape& s, const DeltaWeights& w, const DeltaInputs& 
       } else {
         std::fill(y.begin(), y.end(), 0.0f);
       }
-      float squares = 0.0f;
-      for (int d = 0; d < s.Dv; ++d) {
-        squares += y[d] * y[d];
-      }
-      const float scale = 1.0f / std::sqrt(squares / s.Dv + s.eps);
+      const float scale = 1.0f / std::sqrt(sum_of_squares(y.data(), s.Dv) / s.Dv + s.eps);
       const int64_t to = (row * s.Hv + h) * s.Dv;
       for (int d = 0; d < s.Dv; ++d) {
         store(t, out, to + d, y[d] * scale * norm[d] * silu(load(t, in.z, to + d)));
@@ -293,219 +270,6 @@ void gated_delta(const DeltaShape& s, const DeltaWeights& w, const DeltaInputs& 
         store(t, conv_state, (int64_t(b) * past + j) * C + c, raw(b, end + j, c));
       }
     }
-  }
-}
-
-void attention_prepare(const AttentionShape& s, const void* q_gate, const void* k,
-                       const void* q_norm, const void* k_norm, const int32_t* offsets, void* q,
-                       void* keys, int64_t key_head_stride) {
-  const int half = s.rotary / 2;
-  std::vector<float> frequency(half);
-  for (int i = 0; i < half; ++i) {
-    frequency[i] = static_cast<float>(std::pow(double(s.base), -2.0 * i / s.rotary));
-  }
-  const int heads = s.H + s.Hkv;
-  parallel_ranges(int64_t(s.B) * s.T, std::max(1, int(kTaskWork / 8 / (heads * s.D))),
-                  [&](size_t begin, size_t end) {
-                    std::vector<float> x(s.D), cosine(half), sine(half);
-                    for (size_t r = begin; r < end; ++r) {
-                      const int b = static_cast<int>(r / s.T), row = static_cast<int>(r % s.T);
-                      const float position = static_cast<float>(offsets[b] + row);
-                      for (int i = 0; i < half; ++i) {
-                        cosine[i] = std::cos(position * frequency[i]);
-                        sine[i] = std::sin(position * frequency[i]);
-                      }
-                      for (int h = 0; h < heads; ++h) {
-                        const bool is_q = h < s.H;
-                        const int head = is_q ? h : h - s.H;
-                        const void* from =
-                            is_q ? at(s.t, q_gate, (int64_t(r) * s.H + head) * 2 * s.D)
-                                 : at(s.t, k, (int64_t(r) * s.Hkv + head) * s.D);
-                        const void* weight = is_q ? q_norm : k_norm;
-                        float squares = 0.0f;
-                        for (int i = 0; i < s.D; ++i) {
-                          x[i] = load(s.t, from, i);
-                          squares += x[i] * x[i];
-                        }
-                        const float scale = 1.0f / std::sqrt(squares / s.D + s.eps);
-                        for (int i = 0; i < s.D; ++i) {
-                          x[i] = x[i] * scale * load(s.norm_type, weight, i);
-                        }
-                        for (int i = 0; i < half; ++i) {
-                          const float x0 = x[i], x1 = x[i + half];
-                          x[i] = x0 * cosine[i] - x1 * sine[i];
-                          x[i + half] = x0 * sine[i] + x1 * cosine[i];
-                        }
-                        const int64_t to = is_q ? ((int64_t(b) * s.H + head) * s.T + row) * s.D
-                                                : (int64_t(b) * s.Hkv + head) * key_head_stride +
-                                                      int64_t(row) * s.D;
-                        for (int i = 0; i < s.D; ++i) {
-                          store(s.t, is_q ? q : keys, to + i, x[i]);
-                        }
-                      }
-                    }
-                  });
-}
-
-namespace {
-
-// The partial softmax of one chunk of keys for the heads that share a KV head.
-struct Partial {
-  std::vector<float> top, total, out;  // [heads], [heads], [heads, D]
-
-  void reset(int heads, int D) {
-    top.assign(heads, -std::numeric_limits<float>::infinity());
-    total.assign(heads, 0.0f);
-    out.assign(int64_t(heads) * D, 0.0f);
-  }
-
-  // Adds the keys [begin, end) with scores s[heads, kKeyBlock]; masked ones are -inf.
-  void step(Type t, const void* values, int64_t value_row, int count, float* s, int heads, int D) {
-    std::vector<float> scale(heads);
-    for (int h = 0; h < heads; ++h) {
-      float* row = s + int64_t(h) * kKeyBlock;
-      const float high = std::max(top[h], *std::max_element(row, row + count));
-      if (high == -std::numeric_limits<float>::infinity()) {
-        scale[h] = 1.0f;
-        std::fill_n(row, count, 0.0f);
-        continue;
-      }
-      scale[h] = std::exp(top[h] - high);
-      float sum = 0.0f;
-      for (int j = 0; j < count; ++j) {
-        row[j] = std::exp(row[j] - high);
-        sum += row[j];
-      }
-      total[h] = total[h] * scale[h] + sum;
-      top[h] = high;
-    }
-    micro().mix(t, values, value_row, count, s, kKeyBlock, scale.data(), heads, D, out.data());
-  }
-
-  void merge(const Partial& other, int heads, int D) {
-    for (int h = 0; h < heads; ++h) {
-      const float high = std::max(top[h], other.top[h]);
-      if (high == -std::numeric_limits<float>::infinity()) {
-        continue;
-      }
-      const float mine = std::exp(top[h] - high), theirs = std::exp(other.top[h] - high);
-      total[h] = total[h] * mine + other.total[h] * theirs;
-      for (int d = 0; d < D; ++d) {
-        const int64_t i = int64_t(h) * D + d;
-        out[i] = out[i] * mine + other.out[i] * theirs;
-      }
-      top[h] = high;
-    }
-  }
-};
-
-}  // namespace
-
-void attend(const AttentionShape& s, const void* q, const KeyValues& kv, const Mask& mask,
-            const void* q_gate, void* out) {
-  const int group = s.H / s.Hkv;
-  const float scale = 1.0f / std::sqrt(float(s.D));
-  const int chunks = (kv.L + kKeyChunk - 1) / kKeyChunk;
-
-  auto query = [&](int b, int hkv, int row, std::vector<float>& to) {
-    to.resize(int64_t(group) * s.D);
-    for (int g = 0; g < group; ++g) {
-      const int64_t from = ((int64_t(b) * s.H + hkv * group + g) * s.T + row) * s.D;
-      for (int d = 0; d < s.D; ++d) {
-        to[int64_t(g) * s.D + d] = load(s.t, q, from + d) * scale;
-      }
-    }
-  };
-  auto visible = [&](int row) { return mask.causal ? kv.L - s.T + row + 1 : kv.L; };
-  // Chunks start at the first key that a row sees, so that left padding does not change its sums.
-  auto first_key = [&](int b, int row) {
-    int j = 0;
-    if (mask.data != nullptr) {
-      const bool* keep = mask.data + b * mask.batch + row * mask.row;
-      while (j < kv.L && !keep[j]) {
-        ++j;
-      }
-    }
-    return j;
-  };
-  auto chunk_of = [&](int b, int hkv, int row, int start, const float* qs,
-                      std::vector<float>& scores, Partial& part) {
-    part.reset(group, s.D);
-    scores.resize(int64_t(group) * kKeyBlock);
-    const int end = std::min(visible(row), start + kKeyChunk);
-    for (int j = start; j < end; j += kKeyBlock) {
-      const int count = std::min(kKeyBlock, end - j);
-      const void* keys = at(s.t, kv.keys, b * kv.key_batch + hkv * kv.key_head + j * kv.key_row);
-      const void* values =
-          at(s.t, kv.values, b * kv.value_batch + hkv * kv.value_head + j * kv.value_row);
-      micro().scores(s.t, keys, kv.key_row, count, qs, group, s.D, scores.data(), kKeyBlock);
-      if (mask.data != nullptr) {
-        const bool* keep = mask.data + b * mask.batch + row * mask.row + j;
-        for (int g = 0; g < group; ++g) {
-          for (int i = 0; i < count; ++i) {
-            if (!keep[i]) {
-              scores[int64_t(g) * kKeyBlock + i] = -std::numeric_limits<float>::infinity();
-            }
-          }
-        }
-      }
-      part.step(s.t, values, kv.value_row, count, scores.data(), group, s.D);
-    }
-  };
-  auto finish = [&](int b, int hkv, int row, const Partial& all) {
-    for (int g = 0; g < group; ++g) {
-      const int h = hkv * group + g;
-      const int64_t r = (int64_t(b) * s.T + row) * s.H + h;
-      // A query that sees no key (padding) yields zeros.
-      const float inverse = all.total[g] > 0.0f ? 1.0f / all.total[g] : 0.0f;
-      for (int d = 0; d < s.D; ++d) {
-        const float gate = load(s.t, q_gate, (r * 2 + 1) * s.D + d);
-        store(s.t, out, r * s.D + d, all.out[int64_t(g) * s.D + d] * inverse * sigmoid(gate));
-      }
-    }
-  };
-
-  const int64_t rows = int64_t(s.B) * s.Hkv * s.T;
-  if (rows >= 2 * num_threads() || chunks == 1) {
-    parallel_for(rows, [&](size_t i) {
-      const int row = static_cast<int>(i % s.T), hkv = static_cast<int>(i / s.T % s.Hkv),
-                b = static_cast<int>(i / s.T / s.Hkv);
-      std::vector<float> qs, scores;
-      Partial all, part;
-      query(b, hkv, row, qs);
-      all.reset(group, s.D);
-      for (int start = first_key(b, row); start < visible(row); start += kKeyChunk) {
-        chunk_of(b, hkv, row, start, qs.data(), scores, part);
-        all.merge(part, group, s.D);
-      }
-      finish(b, hkv, row, all);
-    });
-    return;
-  }
-  // Few rows over many keys: the chunks are shared out, and merged in the same order.
-  std::vector<Partial> parts(rows * chunks);
-  parallel_for(parts.size(), [&](size_t i) {
-    const int c = static_cast<int>(i % chunks), row = static_cast<int>(i / chunks % s.T),
-              hkv = static_cast<int>(i / chunks / s.T % s.Hkv),
-              b = static_cast<int>(i / chunks / s.T / s.Hkv);
-    const int start = first_key(b, row) + c * kKeyChunk;
-    if (start >= visible(row)) {
-      return;
-    }
-    std::vector<float> qs, scores;
-    query(b, hkv, row, qs);
-    chunk_of(b, hkv, row, start, qs.data(), scores, parts[i]);
-  });
-  for (int64_t i = 0; i < rows; ++i) {
-    const int row = static_cast<int>(i % s.T), hkv = static_cast<int>(i / s.T % s.Hkv),
-              b = static_cast<int>(i / s.T / s.Hkv);
-    Partial all;
-    all.reset(group, s.D);
-    const int keys = visible(row) - first_key(b, row);
-    for (int c = 0; c * kKeyChunk < keys; ++c) {
-      all.merge(parts[i * chunks + c], group, s.D);
-    }
-    finish(b, hkv, row, all);
   }
 }
 
@@ -526,7 +290,7 @@ void moe_chunk(const MoeWeights& w, const void* x, int rows, void* y, uint32_t* 
   // Slot (row, j): the j-th best expert of a row and its weight.
   std::vector<int> chosen(int64_t(rows) * k);
   std::vector<float> weights(chosen.size());
-  parallel_ranges(rows, std::max(1, int(kTaskWork / 8 / E)), [&](size_t begin, size_t end) {
+  parallel_ranges(rows, 8 * E, [&](size_t begin, size_t end) {
     std::vector<int> order(E);
     for (size_t r = begin; r < end; ++r) {
       bool poisoned = false;
@@ -536,7 +300,7 @@ void moe_chunk(const MoeWeights& w, const void* x, int rows, void* y, uint32_t* 
         // A NaN has no order; below everything it leaves the sort well defined and shows in the
         // weights.
         poisoned |= std::isnan(row[e]);
-        row[e] = std::isnan(row[e]) ? -std::numeric_limits<float>::infinity() : row[e];
+        row[e] = std::isnan(row[e]) ? -kInfinity : row[e];
       }
       std::partial_sort(order.begin(), order.begin() + k, order.end(),
                         [&](int a, int b) { return row[a] != row[b] ? row[a] > row[b] : a < b; });
@@ -667,7 +431,7 @@ void moe_chunk(const MoeWeights& w, const void* x, int rows, void* y, uint32_t* 
                   down.data() + int64_t(first[e]) * hidden + task.row, hidden, scratch);
   });
 
-  parallel_ranges(rows, std::max(1, int(kTaskWork / 8 / hidden)), [&](size_t begin, size_t end) {
+  parallel_ranges(rows, 8 * hidden, [&](size_t begin, size_t end) {
     for (size_t r = begin; r < end; ++r) {
       const float gate = sigmoid(shared_logit[r]);
       for (int c = 0; c < hidden; ++c) {

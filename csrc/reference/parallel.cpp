@@ -148,9 +148,10 @@ void parallel_for(size_t n, const std::function<void(size_t)>& task) {
   pool().run(n, task);
 }
 
-void parallel_ranges(size_t n, size_t grain, const std::function<void(size_t, size_t)>& body) {
-  size_t pieces = std::min<size_t>(std::max<size_t>(n / std::max<size_t>(grain, 1), 1),
-                                   static_cast<size_t>(num_threads()) * 4);
+void parallel_ranges(size_t n, int64_t work, const std::function<void(size_t, size_t)>& body) {
+  const size_t grain = std::max<int64_t>(kTaskWork / work, 1);
+  size_t pieces =
+      std::min<size_t>(std::max<size_t>(n / grain, 1), static_cast<size_t>(num_threads()) * 4);
   parallel_for(pieces, [&](size_t i) { body(n * i / pieces, n * (i + 1) / pieces); });
 }
 

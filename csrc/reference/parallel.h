@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 
 namespace lily {
@@ -12,7 +13,11 @@ int num_threads();
 // Runs task(i) for i in [0, n); returns when all are done. Tasks must not throw and must not nest.
 void parallel_for(size_t n, const std::function<void(size_t)>& task);
 
-// Splits [0, n) into runs of at least `grain` items and calls body(begin, end) for each.
-void parallel_ranges(size_t n, size_t grain, const std::function<void(size_t, size_t)>& body);
+// Multiply-adds below which a task is not worth a thread.
+inline constexpr int64_t kTaskWork = 1 << 15;
+
+// Splits [0, n), each item of `work` multiply-adds, into runs that are worth a thread and calls
+// body(begin, end) for each.
+void parallel_ranges(size_t n, int64_t work, const std::function<void(size_t, size_t)>& body);
 
 }  // namespace lily

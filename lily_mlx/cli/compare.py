@@ -14,6 +14,7 @@ from lily_mlx import compare
 from lily_mlx.cli import _common
 from lily_mlx.machine import machine, one_line
 from lily_mlx.prompts import PASSAGE
+from lily_mlx.report import render, write_atomically, write_json
 
 # (prompt lengths, tokens to decode): about a minute on two CPU cores with the bundled model.
 CPU_DEFAULTS = ([32, 128], 24)
@@ -128,18 +129,12 @@ class Progress:
             self._bar.close()
 
 
-def _bundled(model: str) -> bool:
-    from lily_mlx import BUNDLED_MODEL
-
-    return Path(model).exists() and Path(model).resolve() == Path(BUNDLED_MODEL).resolve()
-
-
 def _text(arguments: argparse.Namespace) -> str | None:
     if arguments.text == "synthetic":
         return None
     if arguments.text is not None:
         return Path(arguments.text).read_text()
-    return PASSAGE if _bundled(arguments.model) else None
+    return PASSAGE if compare.is_bundled(arguments.model) else None
 
 
 def write_passage(engine: compare.Engine, bundled: bool, tokens: int = 80) -> None:
@@ -194,38 +189,24 @@ def run(arguments: argparse.Namespace, progress: Callable[[int], Progress] = Pro
     about = compare.describe_model(engines[0], arguments.model)
     print(f"model {about['name']} ({about['type']}), {about['bytes'] / 1e6:,.1f} MB\n", flush=True)
     if not arguments.no_passage:
-        write_passage(engines[0], _bundled(arguments.model))
+        write_passage(engines[0], compare.is_bundled(arguments.model))
 
     shown = progress(compare.runs_of(engines, cells, arguments.rounds))
     try:
-        samples = compare.measure(
+        report = compare.run(
             engines,
             cells,
             prompts,
+            arguments.model,
             decode_tokens,
             arguments.rounds,
-            arguments.prefill_step_size,
-            shown,
-        )
-        checks = compare.check_tokens(
-            engines,
-            samples,
-            prompts,
-            arguments.model,
             arguments.float32,
             arguments.prefill_step_size,
             shown,
         )
     finally:
         shown.close()
-    settings = {
-        "prompts": prompts.kind,
-        "decode_tokens": decode_tokens,
-        "rounds": arguments.rounds,
-        "prefill_step_size": arguments.prefill_step_size,
-    }
-    report = compare.build_report(engines, arguments.model, samples, checks, settings)
-    rendered = compare.render(report, engines[0].tokenizer.decode)
+    rendered = render(report, engines[0].tokenizer.decode)
     print(("" if sys.stderr.isatty() else "\n") + rendered)
     _write(arguments, report, rendered)
     return report
@@ -237,11 +218,11 @@ def _write(arguments: argparse.Namespace, report: dict[str, Any], rendered: str)
     picture = arguments.plot or (folder and folder / "compare.png")
     written = []
     if json_file:
-        compare.write_json(report, json_file)
+        write_json(report, json_file)
         written.append(json_file)
     if folder:
         heading = f"{report['date']}  {one_line(report['machine'])}\n\n"
-        compare.write_atomically(folder / "compare.txt", heading + rendered + "\n")
+        write_atomically(folder / "compare.txt", heading + rendered + "\n")
         written.append(folder / "compare.txt")
     if picture:
         from lily_mlx import plot

@@ -75,7 +75,7 @@ METAL_FUNC float sum_over_keys(float v) {
   return v + simd_shuffle_xor(v, ushort(16));
 }
 
-struct SyncAttend {
+struct MmaAttend {
   template <typename A>
   static METAL_FUNC void run(const device A* q, const device A* keys, const device A* values,
                              device float2* partial_ml, device float* partial_o,

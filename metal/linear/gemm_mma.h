@@ -28,8 +28,8 @@
 
 namespace lily {
 
-constant constexpr int kSyncStep = 128;
-constant constexpr int kRowUnits = kSyncStep / 8;   // of 8 values, of a row in a step
+constant constexpr int kMmaStep = 128;
+constant constexpr int kRowUnits = kMmaStep / 8;   // of 8 values, of a row in a step
 constant constexpr int kLaneUnits = kRowUnits / 4;  // a lane's, of a weight row
 constant constexpr int kLaneCodes = 8 * kLaneUnits;
 
@@ -41,13 +41,13 @@ METAL_FUNC int unit_slot(int row, int quarter, int j) {
 
 // A unit of 8 codes of a lane's rows as left operands: of each tile two products.
 template <int TILES>
-struct SyncUnit {
+struct MmaUnit {
   uint a[TILES][2][4];
 };
 
 // A lane's part of a step of the weights: rows l / 4 and l / 4 + 8 of each tile.
 template <typename A, int TILES>
-struct SyncWeights {
+struct MmaWeights {
   CodeRun<kLaneCodes> codes[TILES][2];
   A scale[TILES][2];
   A bias[TILES][2];
@@ -57,8 +57,8 @@ struct SyncWeights {
   }
 
   // Unit j of all rows.
-  METAL_FUNC SyncUnit<TILES> unit(int j) const {
-    SyncUnit<TILES> u;
+  METAL_FUNC MmaUnit<TILES> unit(int j) const {
+    MmaUnit<TILES> u;
 #pragma clang loop unroll(full)
     for (int m = 0; m < TILES; ++m) {
 #pragma clang loop unroll(full)
@@ -75,7 +75,7 @@ struct SyncWeights {
 };
 
 template <typename A, int TM, int TN>
-struct SyncTile {
+struct MmaTile {
   static_assert(TN % 2 == 0, "weights come in tiles of 16 rows");
   constexpr static constant int kTiles = TN / 2;
   float sums[kTiles][TM][4];
@@ -98,7 +98,7 @@ struct SyncTile {
   }
 
   // The products of unit j of a step, from the simdgroup's first row of x.
-  METAL_FUNC void multiply(thread const SyncUnit<kTiles>& w, const threadgroup uint4* x, int j) {
+  METAL_FUNC void multiply(thread const MmaUnit<kTiles>& w, const threadgroup uint4* x, int j) {
     const threadgroup uint4* units =
         x + lane / 4 * kRowUnits + unit_slot(lane / 4, lane % 4, j);
     uint4 b[2];  // the next one is loaded before this one's products
@@ -138,7 +138,7 @@ struct SyncTile {
 
 // What one lane brings of the weights, and one thread of x: units of one row.
 template <typename A, typename Block>
-struct SyncLoader {
+struct MmaLoader {
   constexpr static constant int kTiles = Block::kTileColumns / 2;
   constexpr static constant int kXThreads = Block::kThreads / Block::kRows;  // of a row of x
   constexpr static constant int kXUnits = kRowUnits / kXThreads;
@@ -155,7 +155,7 @@ struct SyncLoader {
   int quarter;
   int x_part;  // of a row's threads, which
   uint4 x_next[kXUnits];
-  SyncWeights<A, kTiles> next;
+  MmaWeights<A, kTiles> next;
 
   static METAL_FUNC int x_row(uint tid) {
     return int(tid) / kXThreads;
@@ -254,45 +254,45 @@ struct SyncLoader {
 };
 
 template <typename A, typename Block>
-struct GemmShape<A, Block, SyncTile> {
-  typedef SyncTile<A, Block::kTileRows, Block::kTileColumns> TileType;
-  typedef SyncLoader<A, Block> Loader;
+struct GemmShape<A, Block, MmaTile> {
+  typedef MmaTile<A, Block::kTileRows, Block::kTileColumns> TileType;
+  typedef MmaLoader<A, Block> Loader;
   constexpr static constant int kWords = 2 * kRowUnits * Block::kRows;
 };
 
 // gemm_tiles.h's.
 template <typename A, typename Block, typename TileType>
 METAL_FUNC void gemm_sums(
-    thread SyncLoader<A, Block>& loader,
+    thread MmaLoader<A, Block>& loader,
     thread TileType& tile,
     int depth,
     int rows,
     threadgroup float4* shared,
     uint tid,
     uint sg) {
-  typedef SyncLoader<A, Block> Loader;
+  typedef MmaLoader<A, Block> Loader;
   const int row = int(sg) / Block::kColumnGroups * Block::kTileRows * 8;
   tile.start(tid % 32, rows - row);
   loader.fetch(0);
   threadgroup uint4* xs = (threadgroup uint4*)shared;
-  for (int k = 0; k < depth; k += kSyncStep) {
+  for (int k = 0; k < depth; k += kMmaStep) {
     loader.put(xs, tid);
     // One barrier a step: who writes here again has passed the next one, after all have read.
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    const SyncWeights<A, Loader::kTiles> weights = loader.next;
-    const bool more = k + kSyncStep < depth;
+    const MmaWeights<A, Loader::kTiles> weights = loader.next;
+    const bool more = k + kMmaStep < depth;
     if (!Loader::kLate && more) {
-      loader.fetch(k + kSyncStep);
+      loader.fetch(k + kMmaStep);
     }
 #pragma clang loop unroll(full)
     for (int j = 0; j < kLaneUnits; ++j) {
-      const SyncUnit<Loader::kTiles> unit = weights.unit(j);
+      const MmaUnit<Loader::kTiles> unit = weights.unit(j);
       if (Loader::kLate && j + 1 == kLaneUnits && more) {
-        loader.fetch(k + kSyncStep);
+        loader.fetch(k + kMmaStep);
       }
       tile.multiply(unit, xs + row * kRowUnits, j);
     }
-    const int other = k / kSyncStep % 2 == 0 ? 1 : 0;
+    const int other = k / kMmaStep % 2 == 0 ? 1 : 0;
     xs = (threadgroup uint4*)shared + other * kRowUnits * Block::kRows;
   }
 }
@@ -300,7 +300,7 @@ METAL_FUNC void gemm_sums(
 // gemm_tiles.h's, from registers: two neighbouring columns at a time.
 template <typename Block, typename A, int TM, int TN, typename Store>
 METAL_FUNC void gemm_results(
-    thread SyncTile<A, TM, TN>& tile,
+    thread MmaTile<A, TM, TN>& tile,
     thread const Store& store,
     threadgroup float4*,
     uint,
@@ -321,7 +321,7 @@ METAL_FUNC void gemm_results(
 
 template <typename Block, typename A, int TM, int TN, typename Store>
 METAL_FUNC void gemm_pair_results(
-    thread SyncTile<A, TM, TN>& tile,
+    thread MmaTile<A, TM, TN>& tile,
     thread const Store& store,
     threadgroup float4*,
     uint,
@@ -341,8 +341,8 @@ METAL_FUNC void gemm_pair_results(
   }
 }
 
-typedef GemmBlock<16, 128, 1, 4> SyncBlock16;
-typedef GemmBlock<32, 128, 1, 4> SyncBlock32;
-typedef GemmBlock<64, 256, 1, 8> SyncBlock64;
+typedef GemmBlock<16, 128, 1, 4> MmaBlock16;
+typedef GemmBlock<32, 128, 1, 4> MmaBlock32;
+typedef GemmBlock<64, 256, 1, 8> MmaBlock64;
 
 }  // namespace lily

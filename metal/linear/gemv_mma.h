@@ -210,7 +210,7 @@ METAL_FUNC void gemv_mma_body(thread const Matrix<A, O>* matrices, const device 
 }
 
 // In place of gemv.h's LaneProducts.
-struct SyncProducts {
+struct MmaProducts {
   constexpr static constant int kScratch = kGather * kMaxSimdgroups * 16;
 
   template <typename A, typename O, typename Put>

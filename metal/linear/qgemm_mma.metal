@@ -3,6 +3,6 @@
 #include "linear/qgemm.h"
 #include "linear/qgemm_instances.h"
 
-INSTANTIATE_QGEMM_ROWS("mma_", 16, SyncBlock16, SyncTile)
-INSTANTIATE_QGEMM_ROWS("mma_", 32, SyncBlock32, SyncTile)
-INSTANTIATE_QGEMM_ROWS("mma_", 64, SyncBlock64, SyncTile)
+INSTANTIATE_QGEMM_ROWS("mma_", 16, MmaBlock16, MmaTile)
+INSTANTIATE_QGEMM_ROWS("mma_", 32, MmaBlock32, MmaTile)
+INSTANTIATE_QGEMM_ROWS("mma_", 64, MmaBlock64, MmaTile)

@@ -3,6 +3,6 @@
 #include "moe/moe_gemm.h"
 #include "moe/moe_gemm_instances.h"
 
-INSTANTIATE_MOE_GEMM_ROWS("mma_", 16, SyncBlock16, SyncTile)
-INSTANTIATE_MOE_GEMM_ROWS("mma_", 32, SyncBlock32, SyncTile)
-INSTANTIATE_MOE_GEMM_ROWS("mma_", 64, SyncBlock64, SyncTile)
+INSTANTIATE_MOE_GEMM_ROWS("mma_", 16, MmaBlock16, MmaTile)
+INSTANTIATE_MOE_GEMM_ROWS("mma_", 32, MmaBlock32, MmaTile)
+INSTANTIATE_MOE_GEMM_ROWS("mma_", 64, MmaBlock64, MmaTile)

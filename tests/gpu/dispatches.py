@@ -232,7 +232,7 @@ def _sum_size(d: Dispatch) -> float:
 def _gemv(d: Dispatch) -> float:
     c, excess = d.c, 0.0
     x, slack = _row(d)
-    out = ref.F32 if "_f32_" in d.d["kernel"] else A
+    out = ref.FP32 if "_fp32_" in d.d["kernel"] else A
     if c["kWriteX"]:
         got = d["x_out"]
         if np.abs(got - x).max() > A.ulp * np.abs(x).max() or (got != x).mean() > 0.02:
@@ -261,7 +261,7 @@ def _head(d: Dispatch) -> float:
     values, ids = d["partial_values"], d["partial_ids"]
     place = int(np.lexsort((ids, -values))[0])
     chosen = 0.0 if values[place] == logits[best] and ids[place] == best else np.inf
-    return max(chosen, _worst((logits, exact, ref.F32, size * (_sum_size(d) + slack))))
+    return max(chosen, _worst((logits, exact, ref.FP32, size * (_sum_size(d) + slack))))
 
 
 def _argmax(d: Dispatch) -> float:

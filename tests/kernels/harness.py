@@ -13,12 +13,12 @@ import pytest
 from metal.host import Library
 from metal.manifest import language
 
-from .reference import BF16, F16, Dtype, Weight
+from .reference import BF16, FP16, Dtype, Weight
 
 METAL = Path(__file__).resolve().parents[2] / "metal"
 FILES = {k["kernel"]: k["file"] for k in json.loads((METAL / "manifest.json").read_text())}
 HOSTS = ("cpu", "checked")
-halves = pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
+halves = pytest.mark.parametrize("a", [BF16, FP16], ids=lambda a: a.name)
 
 # For the tests of the checks: options of every checked launch, and, when a list, what each left in
 # its buffers.
@@ -171,5 +171,5 @@ def gemv_name(a: Dtype, out: Dtype, k: int) -> str:
     return f"gemv_{middle}_k{kmax(k)}"
 
 
-SYNC = dict(lanes=2, r=1)
+MMA = dict(lanes=2, r=1)
 """What the tensor-core form's blocks of 16 rows are to who counts rows (gemv_mma.h)."""

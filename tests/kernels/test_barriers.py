@@ -41,7 +41,7 @@ FILES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     ),
     "linear/gemv_mma.metal": (
         ("linear/gemv_mma.h",),
-        {"mma_gemv_bf16_k2048": "lily::gemv<bfloat, bfloat, 2048, lily::SyncProducts>"},
+        {"mma_gemv_bf16_k2048": "lily::gemv<bfloat, bfloat, 2048, lily::MmaProducts>"},
     ),
     "head/head.metal": (
         ("head/head.h", "head/argmax.h"),
@@ -93,7 +93,7 @@ FILES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     ),
     "linear/qgemm_mma.metal": (
         ("linear/gemm_mma.h", "linear/qgemm.h"),
-        {"mma_qgemm_multi_bf16_bf16_m32": "qgemm_multi<bfloat, bfloat, SyncBlock32, SyncTile>"},
+        {"mma_qgemm_multi_bf16_bf16_m32": "qgemm_multi<bfloat, bfloat, MmaBlock32, MmaTile>"},
     ),
     "linear/gemv_rows.metal": (
         ("linear/gemv_rows.h",),
@@ -117,9 +117,9 @@ def run_split() -> None:
     gemv.run("checked", BF16, 512, [9], [4], **shape, residual=True)
 
 
-def run_sync() -> None:
+def run_mma() -> None:
     """Two rounds of gathering."""
-    shape = dict(sync=True, **harness.SYNC, u=2, split=2, simdgroups=4, blocks=6)
+    shape = dict(mma=True, **harness.MMA, u=2, split=2, simdgroups=4, blocks=6)
     gemv.run("checked", BF16, 512, [85, 16], [4, 4], **shape, norm=True)
 
 
@@ -188,7 +188,7 @@ def run_gemm() -> None:
 
 def run_sync_gemm() -> None:
     """Three steps of depth: both halves of the space for x are written again."""
-    qgemm.check(BF16, 33, [64], 384, host="checked", **qgemm.SYNC)
+    qgemm.check(BF16, 33, [64], 384, host="checked", **qgemm.MMA)
 
 
 def run_rows() -> None:
@@ -209,7 +209,7 @@ def run_experts() -> None:
 SCENARIOS: dict[str, Callable[[], None]] = {
     "norm": run_norm,
     "split": run_split,
-    "sync": run_sync,
+    "mma": run_mma,
     "head": run_head,
     "gated_delta": run_gated_delta,
     "gated_delta parts": run_gated_delta_parts,
@@ -221,7 +221,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "routing": run_routing,
     "scans": run_scans,
     "gemm": run_gemm,
-    "sync gemm": run_sync_gemm,
+    "mma gemm": run_sync_gemm,
     "rows": run_rows,
     "norm rows": run_norm_rows,
     "experts": run_experts,
@@ -233,7 +233,7 @@ BARRIERS = {
     "common.h": ["norm"],
     "linear/gemv_tiles.h": ["norm"],
     "linear/gemv.h": ["split"],
-    "linear/gemv_mma.h": ["sync", "sync"],
+    "linear/gemv_mma.h": ["mma", "mma"],
     "head/head.h": ["head"],
     "gated_delta/gated_delta_step.h": ["gated_delta", "gated_delta", "gated_delta parts"],
     "attention/attention_decode.h": ["prepare", "attention", "attention", "strided", "attention"],
@@ -242,7 +242,7 @@ BARRIERS = {
     "moe/routing.h": ["routing"] * 5,
     "gated_delta/gated_delta_scan.h": ["scans"] * 3,
     "linear/gemm_tiles.h": ["gemm"] * 3,
-    "linear/gemm_mma.h": ["sync gemm"],
+    "linear/gemm_mma.h": ["mma gemm"],
     "linear/gemv_rows.h": ["rows"] * 5,
     "row_ops.h": ["norm rows"],
 }

@@ -21,7 +21,7 @@ def test_rms_norm_rows(a, host):
         )
         h[0, :] = 0
         x = np.zeros_like(h)
-        launch(f"rms_norm_rows_{a.long_name}", [h, w, x, hidden, EPS], rows, 256, host)
+        launch(f"rms_norm_rows_{a.name}", [h, w, x, hidden, EPS], rows, 256, host)
         assert_close(a.load(x), ref.rms_norm(a.load(h), a.load(w), EPS, a), a.ulp)
 
 
@@ -32,11 +32,11 @@ def test_add_and_swiglu_rows(a, host):
     for n in (4, 1024, 1028, 5000):
         h, y, out = a.store(rng.standard_normal(n)), a.store(rng.standard_normal(n)), a.empty(n)
         groups = ceil_div(n, 1024)
-        launch(f"add_rows_{a.long_name}", [h, y, out, n], groups, 256, host)
+        launch(f"add_rows_{a.name}", [h, y, out, n], groups, 256, host)
         np.testing.assert_array_equal(a.load(out), a.rnd(a.load(h) + a.load(y)))
         g, u = (rng.standard_normal(n).astype(np.float32) * 4 for _ in range(2))
         g[0], g[1] = -200.0, 200.0
-        launch(f"swiglu_rows_{a.long_name}", [g, u, out, n], groups, 256, host)
+        launch(f"swiglu_rows_{a.name}", [g, u, out, n], groups, 256, host)
         assert_close(a.load(out), a.rnd(ref.silu(g) * u), a.ulp)
 
 
@@ -53,7 +53,7 @@ def test_combine(a, host, shared, residual):
         sg = rng.standard_normal(tokens).astype(np.float32) * 3
         h, out = a.store(rng.standard_normal((tokens, hidden))), a.empty(tokens, hidden)
         buffers = [down, weights, sd, sg, h, out, params(hidden, k, shared, residual)]
-        launch(f"moe_combine_{a.long_name}", buffers, tokens, 256, host)
+        launch(f"moe_combine_{a.name}", buffers, tokens, 256, host)
         before = a.load(h) if residual else None
         want = ref.combine(down, weights, sd if shared else None, sg, before, a)
         assert_close(a.load(out), want, 1.01 * a.ulp)

@@ -11,7 +11,7 @@ from tests.kernels.harness import ceil_div, launch
 from tests.kernels.reference import (
     BF16,
     DTYPES,
-    F16,
+    FP16,
     Dtype,
     assert_rounded,
     attend,
@@ -155,7 +155,7 @@ def test_general_checked(length: int) -> None:
 
 @pytest.mark.parametrize("pack", [1, 2, 8])
 def test_packs_checked(pack: int) -> None:
-    case = Case(F16, 13, 16, heads=8)
+    case = Case(FP16, 13, 16, heads=8)
     case.check(case.run(constants(8, simdgroups=2, splits=2, pack=pack, merge=1), "checked")[0])
 
 
@@ -175,7 +175,7 @@ def test_strided_checked(length: int) -> None:
     )
 
 
-@pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
+@pytest.mark.parametrize("a", [BF16, FP16], ids=lambda a: a.name)
 @pytest.mark.parametrize("merge", [2, 16])
 def test_many_splits_checked(a: Dtype, merge: int) -> None:
     """38 of 41 splits in use: the merge takes weights of 32 and then of 6."""
@@ -190,7 +190,7 @@ def test_numbers_of_splits(splits: int) -> None:
     case.check(out)
 
 
-@pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
+@pytest.mark.parametrize("a", [BF16, FP16], ids=lambda a: a.name)
 @pytest.mark.parametrize("length", [1, 2, 255, 256, 257, 1000])
 def test_lengths(a: Dtype, length: int) -> None:
     """16 query heads on 2 KV heads; more splits than tiles at the short end."""
@@ -229,7 +229,7 @@ def test_tensor_cores_checked(length: int) -> None:
     case.check(case.run(c, "checked", "mma_attention_decode")[0])
 
 
-@pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
+@pytest.mark.parametrize("a", [BF16, FP16], ids=lambda a: a.name)
 @pytest.mark.parametrize("length", [2, 255, 256, 257, 1000])
 def test_tensor_cores(a: Dtype, length: int) -> None:
     case = Case(a, length, 1024, heads=16, kv_heads=2, scale=1.5)
@@ -238,7 +238,7 @@ def test_tensor_cores(a: Dtype, length: int) -> None:
 
 
 def test_uncoalesced_form() -> None:
-    case = Case(F16, 300, 320, heads=16, kv_heads=2)
+    case = Case(FP16, 300, 320, heads=16, kv_heads=2)
     case.check(
         case.run(constants(16, 2, simdgroups=4, splits=2), "cpu", "attention_decode_strided")[0]
     )

@@ -22,7 +22,7 @@ def prep(a, batch, tokens, hq, hkv, d=256, rd=64, offsets=(0,), capacity=None, f
     p = params(tokens, hq, hkv, capacity, first, stride, EPS)
     buffers = [qg, k, v, qw, kw, inv_freq, np.array(offsets, np.int32), q_out, *caches, p]
     grid = (ceil_div(tokens, 4), hq + 2 * hkv, batch)
-    launch(f"attention_prepare_rows_{a.long_name}_d{d}_r{rd}", buffers, grid, 128, host)
+    launch(f"attention_prepare_rows_{a.name}_d{d}_r{rd}", buffers, grid, 128, host)
 
     positions = np.broadcast_to(np.array(offsets)[:, None], (batch, 1)) + np.arange(tokens)
 

@@ -42,7 +42,7 @@ def conv(a, x, hk, mask=None, lengths=None, host="cpu"):
         params(tokens, hk, hv, mask is not None, lengths is not None),
     ]
     grid = (ceil_div(tokens, 32) + 1, 2 * hk + hv + 1, batch)
-    launch(f"gated_delta_conv_rows_{a.long_name}", buffers, grid, 128, host)
+    launch(f"gated_delta_conv_rows_{a.name}", buffers, grid, 128, host)
     return *outs, *gates, state
 
 

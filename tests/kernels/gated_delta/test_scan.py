@@ -64,7 +64,7 @@ def scan(c, kernel="gated_delta_scan", host="cpu"):
         y = np.full(c.v.shape, np.nan, np.float32)
         buffers += [y, p]
         grid, threads = (D // 32, c.hv, c.batch), 128
-    launch(f"{kernel}_{c.a.long_name}_r2", buffers, grid, threads, host)
+    launch(f"{kernel}_{c.a.name}_r2", buffers, grid, threads, host)
     return y, state
 
 
@@ -72,7 +72,7 @@ def norm(c, y, host="cpu"):
     out = c.a.empty(*y.shape)
     rows = c.batch * c.tokens * c.hv
     buffers = [y, c.z, c.weight, out, rows, NORM_EPS]
-    launch(f"gated_norm_{c.a.long_name}", buffers, ceil_div(rows, 4), 128, host)
+    launch(f"gated_norm_{c.a.name}", buffers, ceil_div(rows, 4), 128, host)
     return out
 
 

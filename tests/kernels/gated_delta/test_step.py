@@ -11,7 +11,7 @@ from tests.kernels.harness import launch
 from tests.kernels.reference import (
     BF16,
     DTYPES,
-    F16,
+    FP16,
     Dtype,
     GatedDeltaShape,
     assert_rounded,
@@ -145,7 +145,7 @@ def test_bundled_layer(a: str, simdgroups: int) -> None:
     check(layer, row, *fused("cpu", layer, row, simdgroups))
 
 
-@pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
+@pytest.mark.parametrize("a", [BF16, FP16], ids=lambda a: a.name)
 def test_35b_layer(a: Dtype) -> None:
     shape = GatedDeltaShape(16, 32)
     layer, row = make_layer(shape, a), make_row(shape, a)
@@ -205,7 +205,7 @@ def test_thread_counts_agree_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    "host,a,shape", [("checked", BF16, GatedDeltaShape(1, 2)), ("cpu", F16, BUNDLED)]
+    "host,a,shape", [("checked", BF16, GatedDeltaShape(1, 2)), ("cpu", FP16, BUNDLED)]
 )
 def test_unfused_parts(host: str, a: Dtype, shape: GatedDeltaShape) -> None:
     layer, row = make_layer(shape, a), make_row(shape, a)

@@ -9,8 +9,8 @@ from tests.kernels.harness import ceil_div, gemv_constants, gemv_grid, kmax, lau
 from tests.kernels.reference import (
     BF16,
     DTYPES,
-    F16,
-    F32,
+    FP16,
+    FP32,
     Dtype,
     Weight,
     assert_rounded,
@@ -55,7 +55,7 @@ def check_head(host: str, a: Dtype, n: int, k: int, bits: int, **shape) -> None:
     token, logits, position = run_head(host, a, w, h, norm_weight, True, **shape)
     exact, size = product(w, x)
     # The norm may round a few values of x the other way.
-    assert_rounded(logits, exact, F32, size * (1 + a.ulp * 1e4))
+    assert_rounded(logits, exact, FP32, size * (1 + a.ulp * 1e4))
     assert token == int(np.argmax(logits))
     assert position == 42
     assert run_head(host, a, w, h, norm_weight, False, **shape)[0] == token
@@ -66,7 +66,7 @@ def test_head_checked() -> None:
 
 
 def test_head_bundled() -> None:
-    check_head("cpu", F16, 4096, 256, 4, lanes=8, r=4, u=1, simdgroups=8, blocks=2)
+    check_head("cpu", FP16, 4096, 256, 4, lanes=8, r=4, u=1, simdgroups=8, blocks=2)
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.kernels.harness import SYNC, gemv_constants, gemv_grid, gemv_name, launch, weight_buffers
+from tests.kernels.harness import MMA, gemv_constants, gemv_grid, gemv_name, launch, weight_buffers
 from tests.kernels.reference import (
     BF16,
     DTYPES,
-    F16,
-    F32,
+    FP16,
+    FP32,
     Dtype,
     assert_rounded,
     make_weight,
@@ -29,10 +29,10 @@ def run(
     out: Dtype | None = None,
     h_scale: float = 1.0,
     seed: int = 0,
-    sync: bool = False,
+    mma: bool = False,
     **shape,
 ) -> None:
-    """One launch against the reference; sync: of gemv_mma.h."""
+    """One launch against the reference; mma: of gemv_mma.h."""
     out = out or a
     rng = np.random.default_rng(seed)
     weights = [make_weight(rng, (n, k), a, b, group) for n, b in zip(rows, bits, strict=True)]
@@ -54,7 +54,7 @@ def run(
         buffers.update(weight_buffers(w, 4 + 4 * i))
         ys.append(out.empty(rows[i]))
         buffers[7 + 4 * i] = ys[i]
-    name = ("mma_" if sync else "") + gemv_name(a, out, k)
+    name = ("mma_" if mma else "") + gemv_name(a, out, k)
     launch(name, buffers, gemv_grid(c), 32 * c[14], host, c)
     if c[18]:
         # The norm's fp32 sum is added in another order: one rounding step either way, seldom.
@@ -63,7 +63,7 @@ def run(
         assert (got != x).mean() < 0.02
         x = got
     # The fp32 sums of gemv_mma.h carry 128 x, or 1024 x, besides code * x.
-    base = (8 if a is BF16 else 64) if sync else 1
+    base = (8 if a is BF16 else 64) if mma else 1
     for i, w in enumerate(weights):
         exact, size = product(w, x)
         slack = size * (0 if not c[16] or c[18] else a.ulp * 0.02)
@@ -96,7 +96,7 @@ def test_every_shape_checked(i: int) -> None:
     group = 32 if k % 64 else 64
     run(
         "checked",
-        [BF16, F16][i // 2 % 2],
+        [BF16, FP16][i // 2 % 2],
         k,
         [r * 4 * 2 + 3],
         [bits],
@@ -129,7 +129,7 @@ def test_four_matrices_of_different_bits_with_norm_checked() -> None:
 def test_split_of_k_checked(split: int) -> None:
     run(
         "checked",
-        F16,
+        FP16,
         1024,
         [13],
         [4],
@@ -185,7 +185,7 @@ def test_formats(a: str, bits: int, group: int) -> None:
     run("cpu", DTYPES[a], 2048, [37], [bits], group, lanes=32, r=2, u=2, norm=True, write_x=True)
 
 
-@pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
+@pytest.mark.parametrize("a", [BF16, FP16], ids=lambda a: a.name)
 def test_delta_net_input_projections(a: Dtype) -> None:
     """[qkv | z | b | a] of the 35B model, its long matrices cut short."""
     run(
@@ -214,7 +214,7 @@ def test_router_and_shared_gate_in_float32() -> None:
         2048,
         [256, 1],
         [8, 8],
-        out=F32,
+        out=FP32,
         lanes=32,
         r=1,
         u=1,
@@ -242,18 +242,18 @@ def test_bundled_input_projections() -> None:
 
 
 @pytest.mark.parametrize("host", ["checked", "cpu"])
-@pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
+@pytest.mark.parametrize("a", [BF16, FP16], ids=lambda a: a.name)
 def test_tensor_cores(host: str, a: Dtype) -> None:
     """Matrices that end inside a block of 16 rows, blocks that cross matrices, a team a threadgroup
     and two, one and several rounds of gathering."""
-    run(host, a, 512, [21, 16, 3], [4] * 3, sync=True, **SYNC, u=2, split=2, simdgroups=4,
+    run(host, a, 512, [21, 16, 3], [4] * 3, mma=True, **MMA, u=2, split=2, simdgroups=4,
         blocks=3, norm=True, write_x=True)  # fmt: skip
-    run(host, a, 512, [70], [4], sync=True, **SYNC, u=4, split=1, simdgroups=1, blocks=5,
+    run(host, a, 512, [70], [4], mma=True, **MMA, u=4, split=1, simdgroups=1, blocks=5,
         residual=True)  # fmt: skip
 
 
 def test_tensor_cores_at_35b_shapes() -> None:
-    shape = dict(sync=True, **SYNC, u=2)
+    shape = dict(mma=True, **MMA, u=2)
     run("cpu", BF16, 2048, [515, 256, 32, 32], [4] * 4, **shape, split=8, simdgroups=8, blocks=9,
         norm=True, write_x=True)  # fmt: skip
     run("cpu", BF16, 4096, [260], [4], **shape, split=16, simdgroups=16, residual=True)
@@ -283,9 +283,9 @@ def test_fused_norm_rounds_as_the_norm_apart(host: str, k: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("host,n", [("checked", 35), ("cpu", 260)])
-@pytest.mark.parametrize("sync", [False, True], ids=["lanes", "tensor_cores"])
-@pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
-def test_residual_is_added_to_the_rounded_product(a: Dtype, sync: bool, host: str, n: int) -> None:
+@pytest.mark.parametrize("mma", [False, True], ids=["lanes", "tensor_cores"])
+@pytest.mark.parametrize("a", [BF16, FP16], ids=lambda a: a.name)
+def test_residual_is_added_to_the_rounded_product(a: Dtype, mma: bool, host: str, n: int) -> None:
     """rnd(residual + rnd(product)), bit for bit, where one rounding would give other values."""
     k, rng = 512, np.random.default_rng(4)
     w, x = make_weight(rng, (n, k), a, 4, 64), a.store(rng.standard_normal(k))
@@ -293,8 +293,8 @@ def test_residual_is_added_to_the_rounded_product(a: Dtype, sync: bool, host: st
     residual = a.store(rng.standard_normal(n) * exact.std())
     r = a.load(residual)
     assert (a.rnd(r + exact) != a.rnd(r + a.rnd(exact))).sum() > 1
-    shape = dict(**SYNC, u=2, split=2) if sync else dict(lanes=8, r=2, u=1)
-    prefix = "mma_" if sync else ""
+    shape = dict(**MMA, u=2, split=2) if mma else dict(lanes=8, r=2, u=1)
+    prefix = "mma_" if mma else ""
     alone, added = a.empty(n), a.empty(n)
     for y, more in ((alone, {}), (added, {2: residual})):
         c = gemv_constants(k, [w], **shape, residual=bool(more))

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from tests.kernels.harness import halves, multi
-from tests.kernels.reference import BF16, F32, assert_close, make_weight, product
+from tests.kernels.reference import BF16, FP32, assert_close, make_weight, product
 
-FP32 = 2e-5
+EXACT = 2e-5
 
 
 def most_rows(rows):
@@ -29,18 +29,18 @@ def check(a, rows, sizes, k, bits=4, group=64, out=None, host="cpu", lanes=None)
     rng = np.random.default_rng(rows * 1000 + sizes[0])
     x = a.store(rng.standard_normal((rows, k)))
     weights = [make_weight(rng, (n, k), a, bits, group) if n else None for n in sizes]
-    name = f"gemv_rows_multi_{a.long_name}_{out.long_name}_m{most_rows(rows)}"
+    name = f"gemv_rows_multi_{a.name}_{out.name}_m{most_rows(rows)}"
     results = multi(name, x, weights, out, (rows, k, lanes), made(lanes), 1, 128, host)
     for got, w in zip(results, filter(None, weights), strict=True):
         want, _ = product(w, a.load(x))
-        assert_close(got, want, FP32 + (out.ulp if out is a else 0.0))
+        assert_close(got, want, EXACT + (out.ulp if out is a else 0.0))
 
 
 @halves
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 15, 16])
 def test_rows(a, rows):
     check(a, rows, [33], 512)
-    check(a, rows, [33], 64, out=F32)
+    check(a, rows, [33], 64, out=FP32)
 
 
 @pytest.mark.parametrize("n", [1, 7, 15, 16, 17, 64])
@@ -57,32 +57,32 @@ def test_depths(k):
 
 @pytest.mark.parametrize("lanes", [4, 8, 16, 32])
 def test_lanes_a_row(lanes):
-    check(BF16, 5, [21], 512, lanes=lanes, out=F32)
+    check(BF16, 5, [21], 512, lanes=lanes, out=FP32)
 
 
 @pytest.mark.parametrize("bits,group", [(4, 32), (6, 32), (6, 64), (6, 128), (8, 128)])
 @halves
 def test_formats(bits, group, a):
     for rows in (2, 6, 16):
-        check(a, rows, [20], 256, bits, group, F32)
-    check(a, 1, [3], 3 * group, bits, group, F32, "checked")
+        check(a, rows, [20], 256, bits, group, FP32)
+    check(a, 1, [3], 3 * group, bits, group, FP32, "checked")
 
 
 @halves
 def test_unquantized_weights(a):
-    check(a, 5, [9], 128, 16, 64, F32)
+    check(a, 5, [9], 128, 16, 64, FP32)
 
 
 @halves
 def test_several_matrices(a):
     check(a, 3, (40, 32, 4, 4), 256)
     check(a, 12, (16, 0, 33, 1), 64)
-    check(a, 8, (32, 1, 0, 0), 512, out=F32)
+    check(a, 8, (32, 1, 0, 0), 512, out=FP32)
 
 
 @pytest.mark.parametrize("rows", [3, 7, 12])
 def test_checked(rows):
     check(BF16, rows, [35], 320, host="checked")
-    check(BF16, rows, [5], 64, out=F32, host="checked")
+    check(BF16, rows, [5], 64, out=FP32, host="checked")
     check(BF16, rows, (5, 3, 7, 1), 64, host="checked")
-    check(BF16, rows, (5, 0, 7, 1), 64, out=F32, host="checked")
+    check(BF16, rows, (5, 0, 7, 1), 64, out=FP32, host="checked")

@@ -6,7 +6,7 @@ from tests.kernels import reference as ref
 from tests.kernels.harness import UNITS, bound, ceil_div, launch, params, weight_format
 from tests.kernels.reference import F64, assert_close, make_weight
 
-FP32 = 2e-5
+EXACT = 2e-5
 
 
 class Experts:
@@ -37,11 +37,11 @@ class Experts:
         """act [S, W] as stored, in (token, slot) order, and down [S, H]; weights rounded or not."""
         act = self.a.load(act).reshape(*ids.shape, -1)
         want, _ = self.reference(ids, rounded)
-        assert_close(act, want, self.a.ulp + FP32, "act")
+        assert_close(act, want, self.a.ulp + EXACT, "act")
         # The down product is judged on the act that it was given.
         full = self.values(rounded)[2][ids].astype(F64)
         want = np.einsum("tkhw,tkw->tkh", full, act)
-        assert_close(down.reshape(want.shape), want, FP32, "down")
+        assert_close(down.reshape(want.shape), want, EXACT, "down")
 
 
 def routing_tables(ids, count, block):
@@ -70,12 +70,12 @@ def grouped(e, ids, block, host="cpu", prefix=""):
     p = params(ids.size, e.width, e.hidden, ids.shape[1], 1)
     buffers = [e.x, *bound(e.gate), *bound(e.up), *tables, act, p]
     grid = (ceil_div(e.width, columns // 2), len(bmap))
-    name = f"{prefix}moe_gate_up_{e.a.long_name}_m{block}"
+    name = f"{prefix}moe_gate_up_{e.a.name}_m{block}"
     launch(name, buffers, grid, threads, host, e.constants)
     down = np.full((ids.size, e.hidden), np.nan, np.float32)
     buffers = [act, *bound(e.down), *tables, down, params(e.hidden, e.width)]
     grid = (ceil_div(e.hidden, columns), len(bmap))
-    name = f"{prefix}moe_down_{e.a.long_name}_m{block}"
+    name = f"{prefix}moe_down_{e.a.name}_m{block}"
     launch(name, buffers, grid, threads, host, e.constants)
     return unsorted(act, order), down
 

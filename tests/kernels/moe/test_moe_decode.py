@@ -21,8 +21,8 @@ from tests.kernels.harness import (
 from tests.kernels.reference import (
     BF16,
     DTYPES,
-    F16,
-    F32,
+    FP16,
+    FP32,
     Dtype,
     Weight,
     assert_rounded,
@@ -232,7 +232,7 @@ def test_layer_checked() -> None:
 )
 def test_shapes_checked(up: tuple, down: tuple) -> None:
     """Widths that end inside a block; more rounds of candidates than threads."""
-    check_layer("checked", Shape(96, 3, 256, 64, 128, up=up, down=down, group=32), F16)
+    check_layer("checked", Shape(96, 3, 256, 64, 128, up=up, down=down, group=32), FP16)
 
 
 def test_ragged_rows_checked() -> None:
@@ -282,7 +282,7 @@ def test_bundled_layer(a: str, bits: int, group: int) -> None:
     check_layer("cpu", s, DTYPES[a])
 
 
-@pytest.mark.parametrize("a", [BF16, F16], ids=lambda a: a.name)
+@pytest.mark.parametrize("a", [BF16, FP16], ids=lambda a: a.name)
 def test_35b_layer(a: Dtype) -> None:
     """All dims of the 35B model but the number of experts' weights: 32 of 256."""
     s = Shape(32, 8, 2048, 512, 512, up=(32, 2, 2, 8), down=(16, 4, 1))
@@ -389,7 +389,7 @@ def test_unfused_forms_equal_the_fused_one() -> None:
     g = gemv_constants(64, [layer.shared_down], lanes=2, r=2, u=1, simdgroups=4)
     shared_product = np.full(256, np.nan, np.float32)
     buffers = {0: act_shared, **weight_buffers(layer.shared_down, 4), 7: shared_product}
-    launch(gemv_name(BF16, F32, 64), buffers, gemv_grid(g), 128, "cpu", g)
+    launch(gemv_name(BF16, FP32, 64), buffers, gemv_grid(g), 128, "cpu", g)
     c = constants(routed, shared_given=True)
     apart = layer.down_rows("cpu", c, act_routed, ids, weights, shared_product)
     layer.check_out(apart, act, ids, weights)

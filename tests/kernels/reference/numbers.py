@@ -11,20 +11,15 @@ F64 = np.float64
 
 @dataclass(frozen=True)
 class Dtype:
-    """A dtype: `name` is bf16, f16 or f32; `ulp` the spacing of values just above 1."""
+    """A dtype: `name` is bf16, fp16 or fp32; `ulp` the spacing of values just above 1."""
 
     name: str
     ulp: float
 
-    @property
-    def long_name(self) -> str:
-        """As the kernels of several rows spell it."""
-        return {"fp16": "fp16", "f32": "fp32"}.get(self.name, self.name)
-
     def store(self, x: np.ndarray) -> np.ndarray:
         """Values, rounded to nearest even, as the array that a kernel reads (uint16 for bf16)."""
         x = np.ascontiguousarray(x, np.float32)
-        if self.name == "f32":
+        if self.name == "fp32":
             return x.copy()
         if self.name == "fp16":
             return x.astype(np.float16)
@@ -47,9 +42,9 @@ class Dtype:
 
 
 BF16 = Dtype("bf16", 2.0**-7)
-F16 = Dtype("fp16", 2.0**-10)
-F32 = Dtype("f32", 2.0**-23)
-DTYPES = {d.name: d for d in (BF16, F16, F32)}
+FP16 = Dtype("fp16", 2.0**-10)
+FP32 = Dtype("fp32", 2.0**-23)
+DTYPES = {d.name: d for d in (BF16, FP16, FP32)}
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.harness import HOSTS, bound, ceil_div, halves, launch, params
-from tests.kernels.moe.experts import FP32, Experts, check_grouped, grouped, spread_ids
+from tests.kernels.moe.experts import EXACT, Experts, check_grouped, grouped, spread_ids
 from tests.kernels.reference import BF16, assert_close
 
 
@@ -63,7 +63,7 @@ def test_shared_expert_ungrouped(block, host):
         grid = (2, ceil_div(rows, block))
         launch(f"moe_gate_up_bf16_m{block}", buffers, grid, 128, host, e.constants)
         want, _ = e.reference(np.zeros((rows, 1), int), rounded=True)
-        assert_close(BF16.load(act), want[:, 0], BF16.ulp + FP32)
+        assert_close(BF16.load(act), want[:, 0], BF16.ulp + EXACT)
 
 
 @halves

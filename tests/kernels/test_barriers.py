@@ -16,7 +16,7 @@ import pytest
 from metal.host import KernelFault, Library, coverage
 from tests.kernels import harness
 from tests.kernels.attention import test_attention_decode as attention
-from tests.kernels.gated_delta import test_conv_prefill as conv
+from tests.kernels.gated_delta import test_conv as conv
 from tests.kernels.gated_delta import test_scan as scan
 from tests.kernels.gated_delta import test_step as gated_delta
 from tests.kernels.head import test_head as head

@@ -8,6 +8,7 @@ import sys
 ROUTINES = {
     "model": "prefill and decode tok/s of lily and stock, with their ratio, on a whole model",
     "gpu": "an NVIDIA GPU at the 35B shapes: decode, prefill, every kernel, checks, against stock",
+    "ablate": "each choice of the kernels against what it replaces, in turn in one process",
     "gpu_gemm": "the GEMMs of prefill alone on an NVIDIA GPU, in several blocks",
     "layers": "time and error of each layer primitive against stock's module and float32",
     "ledger": "dispatches, levels and bytes of a token and of a prefill chunk, counted",

@@ -119,13 +119,13 @@ def run_sweep(model: nn.Module) -> dict[str, Any]:
     do not add up. In microseconds; less than 0 is better than the default."""
     report: dict[str, Any] = {}
     for context, sweep in sweeps():
-        _ext.set_cuda_step_options({})
+        _ext.set_step_options({})
         default = step_us(model, context)
         print(f"default at {context}: {default:.1f} us a step", flush=True)
         for label, ways in sweep.items():
             for options in ways:
                 shown = " ".join(f"{k.removeprefix(label + '.')}={v}" for k, v in options.items())
-                _ext.set_cuda_step_options(options)
+                _ext.set_step_options(options)
                 try:
                     us = step_us(model, context) - default
                 except RuntimeError as error:  # a way that this card refuses is named
@@ -133,7 +133,7 @@ def run_sweep(model: nn.Module) -> dict[str, Any]:
                     continue
                 report.setdefault(f"{label} at {context}", {})[shown] = us
                 print(f"{label:18} {context:7} {shown:40} {us:+8.1f}", flush=True)
-    _ext.set_cuda_step_options({})
+    _ext.set_step_options({})
     return report
 
 

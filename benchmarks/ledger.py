@@ -144,10 +144,7 @@ def prefill_entry(made: nn.Module, shapes: dict[str, Any], tokens: int) -> dict[
 
 def forms(made: nn.Module) -> list[dict[str, Any]]:
     """Launches, levels and bytes of a token at zero context, with fusions undone."""
-    switches = [
-        "fuse_norm", "fuse_projections", "fuse_residual", "fuse_delta", "fuse_route", "fuse_shared",
-        "fuse_head",
-    ]  # fmt: skip
+    switches = ["fuse_norm", "fuse_projections", "fuse_residual", "fuse_delta", "fuse_route"]
     rows = []
     for off in ([], *([s] for s in switches), switches):
         r = lily_mlx.trace(made, "decode", **dict.fromkeys(off, False)).report

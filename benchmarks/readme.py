@@ -229,10 +229,26 @@ def _gpu(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def _ablate(result: dict[str, Any]) -> str:
+    lines = [
+        [
+            f"{row['arm']} ({row['what']})",
+            f"{row['kind']} at {row['at']:,}",
+            number(row["production"]),
+            number(row["without"]),
+            _ratio(row["ratio"]),
+            "pays" if row["pays"] else "does not pay here",
+        ]
+        for row in result["rows"]
+    ]
+    return markdown_table(["arm", "", "production", "without", "ratio", ""], lines)
+
+
 TITLES = {
     "model": (_model, "Speed of the whole model"),
     "layers": (_layers, "Layer primitives"),
     "quality": (_quality, "Closeness to float32"),
+    "ablate": (_ablate, "Each choice against what it replaces, tokens a second"),
 }
 
 

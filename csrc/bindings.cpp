@@ -145,7 +145,8 @@ void bind_layers(nb::module_& m) {
         "stream"_a = nb::none());
   m.def("attend", &attend, "q"_a, "keys"_a, "values"_a, "q_gate"_a, "mask"_a = nb::none(),
         "causal"_a = false, nb::kw_only(), "stream"_a = nb::none());
-  m.def("moe", &moe, "x"_a, "layer"_a, nb::kw_only(), "stream"_a = nb::none());
+  m.def("moe", &moe, "x"_a, "layer"_a, "logits"_a = nb::none(), "shared_logit"_a = nb::none(),
+        nb::kw_only(), "stream"_a = nb::none());
 }
 
 void bind_decode(nb::module_& m) {

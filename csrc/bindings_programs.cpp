@@ -17,10 +17,6 @@
 #include "ops/moe.h"
 #include "run.h"
 
-#ifdef LILY_CUDA
-#include "backend/cuda.h"
-#endif
-
 namespace nb = nanobind;
 using namespace nb::literals;
 
@@ -37,8 +33,7 @@ StepOptions to_step_options(Target target, nb::dict d) {
       {"fuse_residual", &o.fuse_residual},
       {"fuse_delta", &o.fuse_delta},
       {"fuse_route", &o.fuse_route},
-      {"fuse_shared", &o.fuse_shared},
-      {"fuse_head", &o.fuse_head},
+      {"serial_levels", &o.serial_levels},
       {"coalesced", &o.coalesced},
       {"mma", &o.mma}};
   const std::vector<std::pair<const char*, int*>> numbers = {
@@ -72,15 +67,35 @@ StepOptions to_step_options(Target target, nb::dict d) {
   return o;
 }
 
-Scan to_scan(const std::string& name) {
-  const std::vector<std::pair<const char*, Scan>> forms = {
+LayerOptions to_layer_options(nb::dict d) {
+  const std::vector<std::pair<const char*, Scan>> scans = {
       {"norm", Scan::norm}, {"apart", Scan::apart}, {"block", Scan::block}};
-  for (auto& [text, scan] : forms) {
-    if (name == text) {
-      return scan;
+  LayerOptions o;
+  for (auto [key, value] : d) {
+    const auto name = nb::cast<std::string>(key);
+    if (name == "dequantize") {
+      o.dequantize = nb::cast<bool>(value);
+    } else if (name == "block_rows") {
+      o.block_rows = nb::cast<int>(value);
+      if (o.block_rows != 0 && o.block_rows != 16 && o.block_rows != 32 && o.block_rows != 64) {
+        throw std::invalid_argument("block_rows " + std::to_string(o.block_rows) +
+                                    " is not 16, 32, 64 or 0 for the production form.");
+      }
+    } else if (name == "scan") {
+      for (auto& [text, scan] : scans) {
+        if (nb::cast<std::string>(value) == text) {
+          o.scan = scan;
+        }
+      }
+      if (!o.scan) {
+        throw std::invalid_argument("scan '" + nb::cast<std::string>(value) +
+                                    "' is not norm, apart or block.");
+      }
+    } else {
+      throw std::invalid_argument("layers have no option '" + name + "'.");
     }
   }
-  throw std::invalid_argument("scan '" + name + "' is not norm, apart or block.");
+  return o;
 }
 
 nb::tuple to_python(const Choice& c) {
@@ -197,10 +212,11 @@ void bind_programs(nb::module_& m) {
       "target"_a, "model"_a, "capacity"_a, "options"_a = nb::dict());
   m.def(
       "chunk_program",
-      [](const std::string& target, nb::dict model, int rows) {
-        return built(chunk_program(parse_target(target), to_model_spec(model), rows));
+      [](const std::string& target, nb::dict model, int rows, nb::dict options) {
+        return built(chunk_program(parse_target(target), to_model_spec(model), rows,
+                                   to_layer_options(options)));
       },
-      "target"_a, "model"_a, "rows"_a);
+      "target"_a, "model"_a, "rows"_a, "options"_a = nb::dict());
   m.def(
       "linear_program",
       [](const std::string& target, const std::string& dtype, int rows, nb::handle matrices,
@@ -227,14 +243,19 @@ void bind_programs(nb::module_& m) {
   m.def(
       "gated_delta_program",
       [](const std::string& target, const std::string& dtype, int B, int T, nb::dict shape,
-         bool has_mask, bool has_lengths, std::optional<std::string> scan) {
+         bool has_mask, bool has_lengths) {
         const Target to = parse_target(target);
         const GatedDeltaRows rows{B, T, true, true, has_mask, has_lengths};
-        return built(gated_delta_program(to, to_type(dtype), to_gated_delta_shape(shape), rows,
-                                         scan ? to_scan(*scan) : scan_for(to)));
+        return built(gated_delta_program(to, to_type(dtype), to_gated_delta_shape(shape), rows));
       },
       "target"_a, "dtype"_a, "batch"_a, "tokens"_a, "shape"_a, "has_mask"_a = false,
-      "has_lengths"_a = false, "scan"_a = nb::none());
+      "has_lengths"_a = false);
+  m.def(
+      "rms_norm_program",
+      [](const std::string& target, const std::string& dtype, int rows, int dim) {
+        return built(rms_norm_program(parse_target(target), to_type(dtype), rows, dim, 1e-6f));
+      },
+      "target"_a, "dtype"_a, "rows"_a, "dim"_a);
 
   // ---- What must have been compiled
   m.def(
@@ -297,12 +318,6 @@ void bind_programs(nb::module_& m) {
         return to_python(out);
       },
       "dtype"_a);
-#ifdef LILY_CUDA
-  m.def(
-      "set_cuda_step_options",
-      [](nb::dict options) { set_cuda_step_options(to_step_options(Target::cuda, options)); },
-      "options"_a, "How decode steps are built from now on; the kernels' PTX must be there.");
-#endif
 
   m.def(
       "gpu_target", [] { return to_string(gpu_target()); },
@@ -354,6 +369,16 @@ void bind_programs(nb::module_& m) {
       "runtime"_a.none(), "checked"_a = false, "seed"_a = 0, "compile"_a = nb::none(),
       "step"_a = nb::dict(), "target"_a = "metal",
       "Run Programs with the Metal host in place of the reference; None switches back.");
+  m.def(
+      "set_step_options",
+      [](nb::dict options) { set_gpu_step_options(to_step_options(gpu_target(), options)); },
+      "options"_a,
+      "How decode steps of this build's GPU are built from now on; NVIDIA's need their PTX.");
+  m.def(
+      "set_layer_options", [](nb::dict options) { set_layer_options(to_layer_options(options)); },
+      "options"_a,
+      "How layers' Programs are built from now on: block_rows, scan, dequantize; what an NVIDIA "
+      "GPU runs then needs its PTX.");
   m.def("metal_host", [] { return metal_host(); });
   m.def("reset_run_counts", &reset_run_counts);
   m.def("run_counts", [] {

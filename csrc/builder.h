@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "choice.h"
+#include "ops/layer_options.h"
 #include "program.h"
 #include "spec.h"
 
@@ -63,7 +64,8 @@ class Builder {
   Program program;
   const Target target;
   const Type t;
-  int layer = -1;  // of the dispatches that follow
+  LayerOptions form;  // of layers' dispatches
+  int layer = -1;     // of the dispatches that follow
   std::string phase;
 
   size_t size(size_t values) const {

@@ -142,6 +142,9 @@ class ModelBuilder {
       norm.reset();
     }
     add_head_row(b_, weights_.head, norm, model_.eps, h, next_, logits, o_);
+    if (o_.serial_levels) {
+      b_.program.make_serial();
+    }
     b_.program.finish();
     check_tiles();
     auto out = std::make_shared<StepProgram>(std::move(b_.program));
@@ -155,7 +158,8 @@ class ModelBuilder {
     return out;
   }
 
-  std::shared_ptr<LayerProgram> chunk() {
+  std::shared_ptr<LayerProgram> chunk(const LayerOptions& options) {
+    b_.form = options;
     capacities_.assign(model_.layers.size(), 0);
     SlotId ids = b_.input("ids", 4 * size_t(rows_));
     position_ = b_.input("offset", 4);
@@ -310,7 +314,7 @@ class ModelBuilder {
       GatedDeltaRows prompt;
       prompt.T = rows_;
       add_gated_delta(b_, gated_delta_form(b_.target, rows_, false), shape, prompt, s,
-                      name + "delta.", scan_for(b_.target));
+                      name + "delta.");
     } else {
       add_gated_delta_row(b_, shape, s, name, o_);
     }
@@ -415,8 +419,9 @@ std::shared_ptr<StepProgram> step_program(Target target, const ModelSpec& model,
   return ModelBuilder(target, model, 0, options).step(capacities);
 }
 
-std::shared_ptr<LayerProgram> chunk_program(Target target, const ModelSpec& model, int rows) {
-  return ModelBuilder(target, model, rows, step_options(target)).chunk();
+std::shared_ptr<LayerProgram> chunk_program(Target target, const ModelSpec& model, int rows,
+                                            const LayerOptions& options) {
+  return ModelBuilder(target, model, rows, step_options(target)).chunk(options);
 }
 
 Pipelines step_pipelines(Target target, const ModelSpec& model, const std::vector<int>& capacities,

@@ -43,7 +43,8 @@ std::shared_ptr<StepProgram> step_program(Target target, const ModelSpec& model,
                                           const StepOptions& options);
 
 // What primitives launch for a prompt chunk of `rows` tokens of one sequence.
-std::shared_ptr<LayerProgram> chunk_program(Target target, const ModelSpec& model, int rows);
+std::shared_ptr<LayerProgram> chunk_program(Target target, const ModelSpec& model, int rows,
+                                            const LayerOptions& options = {});
 
 // The pipelines of all that a model runs on a target with this: decode steps at these capacities,
 // and layer primitives at any number of rows.

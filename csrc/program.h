@@ -182,6 +182,14 @@ class Program {
   ScalarId scalar(std::string name, Value initial);
   // Returns the dispatch's index. Throws std::invalid_argument for what the kernel does not expect.
   int add(Dispatch dispatch);
+  // Each dispatch is a level of its own, and depends on the one before. Before finish().
+  void make_serial() {
+    check_open();
+    serial_ = true;
+  }
+  bool serial() const {
+    return serial_;
+  }
   // Plans the scratch arena and the levels. Nothing can be added afterwards.
   void finish();
   bool finished() const {
@@ -234,7 +242,7 @@ class Program {
   std::vector<Dispatch> dispatches_;
   std::vector<Pipeline> pipelines_;
   size_t arena_bytes_ = 0;
-  bool finished_ = false;
+  bool finished_ = false, serial_ = false;
   Schedule schedule_;
 };
 

@@ -16,6 +16,9 @@ struct Global {
   std::mutex mutex;
   std::shared_ptr<MetalHost> host;
   RunCounts counts;
+  LayerOptions layer_options;
+  std::shared_ptr<const StepOptions> step_options =
+      std::make_shared<const StepOptions>(lily::step_options(gpu_target()));
   std::map<std::string, std::shared_ptr<const LayerProgram>> programs;
 };
 
@@ -42,6 +45,12 @@ std::shared_ptr<const LayerProgram> cached(
   }
   g.programs[key] = program;
   return program;
+}
+
+LayerOptions layer_options() {
+  Global& g = global();
+  std::lock_guard lock(g.mutex);
+  return g.layer_options;
 }
 
 std::shared_ptr<char> make_arena(size_t bytes, bool checked) {
@@ -169,6 +178,25 @@ std::string layout_refusal(const mx::array& a) {
   return "";
 }
 
+void set_gpu_step_options(const StepOptions& options) {
+  auto fresh = std::make_shared<const StepOptions>(options);
+  Global& g = global();
+  std::lock_guard lock(g.mutex);
+  g.step_options = std::move(fresh);
+}
+
+std::shared_ptr<const StepOptions> gpu_step_options() {
+  Global& g = global();
+  std::lock_guard lock(g.mutex);
+  return g.step_options;
+}
+
+void set_layer_options(const LayerOptions& options) {
+  Global& g = global();
+  std::lock_guard lock(g.mutex);
+  g.layer_options = options;
+}
+
 Key& Key::operator<<(const std::string& part) {
   text.append(part).append(" ");
   return *this;
@@ -189,7 +217,7 @@ Key& Key::operator<<(const MatrixSpec& m) {
 }
 
 bool run_layer(mx::Stream s, const std::string& kind, const Choice& choice, const Key& key,
-               const std::function<std::shared_ptr<LayerProgram>()>& build,
+               const std::function<std::shared_ptr<LayerProgram>(const LayerOptions&)>& build,
                const std::vector<mx::array>& in, const std::vector<mx::array>& out) {
   std::string reason = choice.reason;
   for (size_t i = 0; i < in.size() && reason.empty(); ++i) {
@@ -202,7 +230,10 @@ bool run_layer(mx::Stream s, const std::string& kind, const Choice& choice, cons
   if (out[0].size() == 0) {
     return true;
   }
-  auto layer = cached(kind + " " + to_string(target_of(s)) + " " + key.text, build);
+  const LayerOptions o = layer_options();
+  const Key form = Key() << o.block_rows << o.dequantize << (o.scan ? int(*o.scan) : -1);
+  auto layer = cached(kind + " " + to_string(target_of(s)) + " " + key.text + form.text,
+                      [&] { return build(o); });
   count_run(kind, choice.kernel, "");
   if (s.device == mx::Device::gpu) {
     gpu()->run(s, layer, in, out);

@@ -19,6 +19,7 @@
 #include "layer_program.h"
 #include "mlx/array.h"
 #include "mlx/stream.h"
+#include "ops/layer_options.h"
 #include "ops/step_options.h"
 
 namespace lily {
@@ -79,6 +80,12 @@ Target target_of(mx::Stream s);
 // Why kernels cannot read an array where it lies, empty when they can. Touches no data.
 std::string layout_refusal(const mx::array& a);
 
+// How the decode steps of a GPU are built from now on, e.g. to time other forms; never null.
+void set_gpu_step_options(const StepOptions& options);
+std::shared_ptr<const StepOptions> gpu_step_options();
+// How layers' Programs are built from now on, by every device.
+void set_layer_options(const LayerOptions& options);
+
 // What a Program depends on, as text.
 struct Key {
   std::string text;
@@ -92,7 +99,7 @@ struct Key {
 // Queues a layer primitive's Program, built at the first use of its key. False: no kernel serves
 // these arrays, which is counted. Outputs are allocated.
 bool run_layer(mx::Stream s, const std::string& kind, const Choice& choice, const Key& key,
-               const std::function<std::shared_ptr<LayerProgram>()>& build,
+               const std::function<std::shared_ptr<LayerProgram>(const LayerOptions&)>& build,
                const std::vector<mx::array>& in, const std::vector<mx::array>& out);
 
 }  // namespace lily

@@ -123,6 +123,8 @@ Schedule Program::schedule(const std::vector<Location>& slots) const {
       }
     }
     before.erase(static_cast<int>(i));
+    if (serial_ && i > 0)
+      before.insert(static_cast<int>(i) - 1);
     for (int p : before)
       s.level[i] = std::max(s.level[i], s.level[p] + 1);
     s.levels = std::max(s.levels, s.level[i] + 1);

@@ -83,6 +83,7 @@ def start_metal_host(
     seed: int = 0,
     step: dict[str, Any] | None = None,
     target: str = "metal",
+    layers: dict[str, Any] | None = None,
 ) -> None:
     """Run Programs with the Metal host from now on.
 
@@ -91,9 +92,11 @@ def start_metal_host(
         seed: not 0 shuffles threads, threadgroups and the dispatches of one level.
         step: options of the decode step's Program, e.g. {"fuse_norm": False}.
         target: whose kernels: "metal", "metal_nax" (with Metal 4's tensor operations) or "cuda".
+        layers: options of the layers' Programs, e.g. {"scan": "block"}.
     """
     load()
     _, toolchain = _host_module()
+    _ext.set_layer_options(layers or {})
     _ext.set_metal_host(
         str(toolchain.runtime()),
         checked,
@@ -106,6 +109,7 @@ def start_metal_host(
 
 def stop_metal_host() -> None:
     """Run the reference again."""
+    _ext.set_layer_options({})
     _ext.set_metal_host(None)
 
 

@@ -143,10 +143,9 @@ def trace(
         on: whose kernels: "metal", "metal_nax" (Metal 4's tensor operations) or "cuda"; by default
             this machine's GPU, "metal" where there is none.
         options: decode: the switches of its Program, all True unless said otherwise: logits
-            (False), fuse_norm, fuse_projections, fuse_residual, fuse_delta, fuse_route,
-            fuse_shared, fuse_head, coalesced; pack (4): query heads a threadgroup;
-            fixed_block_from (32768): capacity above which the cache is cut into splits of fixed
-            length, -1 for never.
+            (False), fuse_norm, fuse_projections, fuse_residual, fuse_delta, fuse_route, coalesced,
+            serial_levels (False); pack (4): query heads a threadgroup; fixed_block_from (32768):
+            capacity above which the cache is cut into splits of fixed length, -1 for never.
 
     A prefill chunk shows what lily's primitives launch. MLX's own ops run between them: norms,
     residuals, attention over the prompt and its gate.

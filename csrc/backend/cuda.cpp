@@ -299,7 +299,7 @@ CudaGraph::CudaGraph(const Program& program, const Bindings& bindings, const std
       }
     }
     const Launch& launch = p.launches.emplace_back(program, bindings, d);
-    const bool ahead = launch.ahead && before.size() == 1;
+    const bool ahead = launch.ahead && before.size() == 1 && !program.serial();
     check_cuda(cuGraphAddKernelNode(&p.nodes[index], p.graph, before.data(),
                                     ahead ? 0 : before.size(), &launch.node),
                "adding " + d.kernel->name + " (" + d.name + ")");

@@ -85,10 +85,6 @@ class CudaGraph {
 char* device_pointer(const mlx::core::array& a);
 Buffer device_buffer(const mlx::core::array& a);
 
-// How the decode steps of this process are built from now on, e.g. to time other tiles.
-struct StepOptions;
-void set_cuda_step_options(const StepOptions& options);
-
 void check_cuda(CUresult result, const std::string& what);
 
 // An attribute of the GPU of this thread's context; `what` is for the error.

@@ -13,6 +13,7 @@
 #include "backend/gpu.h"
 #include "backend/planned_decode.h"
 #include "model.h"
+#include "run.h"
 
 namespace lily {
 namespace {
@@ -49,11 +50,6 @@ class DeviceMemory {
   CUdeviceptr address_ = 0;
   size_t bytes_;
 };
-
-StepOptions& set_options() {
-  static StepOptions options = step_options(Target::cuda);
-  return options;
-}
 
 // The options for this thread's GPU. What is asked for ahead must stay in its L2 cache, beside all
 // that two kernels read meanwhile: a quarter of it at most.
@@ -204,7 +200,7 @@ class CudaDecode : public PlannedDecode {
           return free ? *spare_[i] : device_array(std::move(shape), plan_.dtype);
         });
     const std::vector<Successors::Used> used = next->used(layers);
-    if (capacities_ != capacities(used) || options_ != set_options()) {
+    if (capacities_ != capacities(used) || options_ != gpu_step_options()) {
       build(capacities(used), stream);
     }
     CudaGraph& graph = graph_for(used);
@@ -287,9 +283,9 @@ class CudaDecode : public PlannedDecode {
 
   void build(std::vector<int> capacities, CUstream stream) {
     capacities_.clear();
-    options_ = set_options();
+    options_ = gpu_step_options();
     last_bindings_.reset();
-    program_ = programs_->at(capacities, suited(options_));
+    program_ = programs_->at(capacities, suited(*options_));
     if (!space_) {
       space_ = pool_->take(stream);
     }
@@ -345,8 +341,8 @@ class CudaDecode : public PlannedDecode {
     return *graphs.front().graph;
   }
 
-  std::optional<Bindings> last_bindings_;  // after program_, which it points to
-  StepOptions options_;                    // the ones set when program_ was built
+  std::optional<Bindings> last_bindings_;       // after program_, which it points to
+  std::shared_ptr<const StepOptions> options_;  // the ones set when program_ was built
   std::shared_ptr<StepPool> pool_;
   std::unique_ptr<StepSpace> space_;
   std::vector<std::optional<mx::array>> spare_;  // by layer
@@ -382,10 +378,6 @@ class CudaGpu : public Gpu {
 const Gpu* gpu() {
   static const CudaGpu cuda;
   return &cuda;
-}
-
-void set_cuda_step_options(const StepOptions& options) {
-  set_options() = options;
 }
 
 }  // namespace lily

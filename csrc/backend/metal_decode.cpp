@@ -6,6 +6,7 @@
 #include "backend/gpu.h"
 #include "backend/metal.h"
 #include "backend/planned_decode.h"
+#include "run.h"
 
 namespace lily {
 namespace {
@@ -28,7 +29,7 @@ class MetalDecode : public PlannedDecode {
         },
         [&](size_t, mx::Shape shape) { return fresh(std::move(shape), plan_.dtype); });
     const std::vector<Successors::Used> used = next->used(layers);
-    if (capacities_ != capacities(used)) {
+    if (capacities_ != capacities(used) || options_ != gpu_step_options()) {
       build(capacities(used));
     }
     Bindings bindings = *weights_;
@@ -91,7 +92,8 @@ class MetalDecode : public PlannedDecode {
 
   void build(std::vector<int> capacities) {
     capacities_.clear();
-    StepOptions options;
+    options_ = gpu_step_options();
+    StepOptions options = *options_;
     options.logits = true;
     weights_.reset();
     program_ = programs_->at(capacities, options);
@@ -106,7 +108,8 @@ class MetalDecode : public PlannedDecode {
     capacities_ = std::move(capacities);
   }
 
-  std::optional<Bindings> weights_;  // after program_, which it points to
+  std::shared_ptr<const StepOptions> options_;  // the ones set when program_ was built
+  std::optional<Bindings> weights_;             // after program_, which it points to
   std::vector<mx::array> tables_;
 };
 

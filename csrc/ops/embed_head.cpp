@@ -109,58 +109,41 @@ void add_norm_row(Builder& b, int dim, float eps, SlotId h, SlotId weight, SlotI
 
 void add_head_row(Builder& b, const MatrixSlots& head, std::optional<SlotId> norm, float eps,
                   SlotId h, SlotId next, std::optional<SlotId> logits, const StepOptions& o) {
-  const int vocabulary = head.spec.rows;
   GemvOptions options;
   options.norm = norm;
   options.eps = eps;
   options.tiles = o.tiles;
-  options.mma = o.mma && o.fuse_head;
+  options.mma = o.mma;
   const GemvTile tile = gemv_tile(b.t, {head.spec}, options, "head");
-  int partials = gemv_groups({head.spec}, tile), simdgroups = tile.simdgroups;
-  if (!o.fuse_head) {
-    partials = std::min(64, ceil_div(vocabulary, 256));
-  }
+  const int partials = gemv_groups({head.spec}, tile);
   SlotId values = b.scratch("partial values", 4 * size_t(partials));
   SlotId ids = b.scratch("partial ids", 4 * size_t(partials));
-  auto stage = [&]() -> Constants {
-    return {{"kRows0", int32_t{vocabulary}},
-            {"kSimdgroups", int32_t{simdgroups}},
-            {"kPartials", int32_t{partials}},
-            {"kAdvance", false}};
-  };
-  if (o.fuse_head) {
-    Dispatch d(kernels().at((tile.mma ? "mma_head_gemv_" : "head_gemv_") + suffix(b.t) + "_k" +
-                            std::to_string(kmax(head.spec.cols))));
-    Constants constants = gemv_constants(b.t, {head.spec}, tile, options);
-    constants.push_back({"kWriteLogits", logits.has_value()});
-    set_constants(d, constants);
-    d.read("h", h);
-    if (norm) {
-      d.read("norm_weight", *norm);
-    }
-    read_matrix(d, head, "w", "scales", "biases");
-    if (logits) {
-      d.write("logits", *logits);
-    }
-    d.write("partial_values", values).write("partial_ids", ids);
-    d.grid(partials).threads(32 * simdgroups);
-    b.add(std::move(d), "head");
-  } else {
-    SlotId all = logits ? *logits : b.scratch("logits", 4 * size_t(vocabulary));
-    options.float32 = true;
-    add_gemv(b, "head", {head}, h, {all}, options);
-    Dispatch d(kernels().at("argmax_logits"));
-    set_constants(d, stage());
-    d.read("logits", all).write("partial_values", values).write("partial_ids", ids);
-    d.grid(partials).threads(32 * simdgroups);
-    b.add(std::move(d), "argmax stage");
+  Dispatch d(kernels().at((tile.mma ? "mma_head_gemv_" : "head_gemv_") + suffix(b.t) + "_k" +
+                          std::to_string(kmax(head.spec.cols))));
+  Constants constants = gemv_constants(b.t, {head.spec}, tile, options);
+  constants.push_back({"kWriteLogits", logits.has_value()});
+  set_constants(d, constants);
+  d.read("h", h);
+  if (norm) {
+    d.read("norm_weight", *norm);
   }
+  read_matrix(d, head, "w", "scales", "biases");
+  if (logits) {
+    d.write("logits", *logits);
+  }
+  d.write("partial_values", values).write("partial_ids", ids);
+  d.grid(partials).threads(32 * tile.simdgroups);
+  b.add(std::move(d), "head");
+
+  int simdgroups = tile.simdgroups;
   override_field(simdgroups, o.tiles, "argmax.simdgroups");
-  Dispatch d(kernels().at("argmax_final"));
-  set_constants(d, stage());
-  d.read("partial_values", values).read("partial_ids", ids).write("token", next);
-  d.grid(1).threads(32 * simdgroups);
-  b.add(std::move(d), "argmax");
+  Dispatch a(kernels().at("argmax_final"));
+  set_constants(a, {{"kSimdgroups", int32_t{simdgroups}},
+                    {"kPartials", int32_t{partials}},
+                    {"kAdvance", false}});
+  a.read("partial_values", values).read("partial_ids", ids).write("token", next);
+  a.grid(1).threads(32 * simdgroups);
+  b.add(std::move(a), "argmax");
 }
 
 }  // namespace lily

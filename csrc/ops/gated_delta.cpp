@@ -54,13 +54,13 @@ Scan scan_for(Target target) {
 // ---- Any batch and length
 
 void add_gated_delta(Builder& b, const std::string& kernel, const GatedDeltaShape& shape,
-                     const GatedDeltaRows& d, const GatedDeltaSlots& s, const std::string& name,
-                     Scan scan) {
+                     const GatedDeltaRows& d, const GatedDeltaSlots& s, const std::string& name) {
   if (kernel == "gated_delta_step") {
     add_gated_delta_row(b, shape, s, name, {});
     return;
   }
   const size_t rows = size_t(d.B) * d.T;
+  const Scan scan = b.form.scan.value_or(scan_for(b.target));
   SlotId q = b.scratch(name + "q", b.size(rows * shape.key_heads * 128));
   SlotId k = b.scratch(name + "k", b.size(rows * shape.key_heads * 128));
   SlotId v = b.scratch(name + "v", b.size(rows * shape.value_heads * 128));
@@ -116,8 +116,10 @@ void add_gated_delta(Builder& b, const std::string& kernel, const GatedDeltaShap
 
 std::shared_ptr<LayerProgram> gated_delta_program(Target target, Type t,
                                                   const GatedDeltaShape& shape,
-                                                  const GatedDeltaRows& d, Scan scan) {
+                                                  const GatedDeltaRows& d,
+                                                  const LayerOptions& options) {
   Builder b("gated_delta", target, t);
+  b.form = options;
   const size_t rows = size_t(d.B) * d.T;
   const size_t conv_bytes = b.size(size_t(d.B) * 3 * shape.channels());
   const size_t state_bytes = 4 * size_t(d.B) * shape.value_heads * 128 * 128;
@@ -151,7 +153,7 @@ std::shared_ptr<LayerProgram> gated_delta_program(Target target, Type t,
   s.conv_next = b.output("conv_state_next", conv_bytes);
   s.state_next = b.output("state_next", state_bytes);
   const bool masked = d.has_mask || d.has_lengths;
-  add_gated_delta(b, gated_delta_form(target, d.B * d.T, masked), shape, d, s, "", scan);
+  add_gated_delta(b, gated_delta_form(target, d.B * d.T, masked), shape, d, s, "");
   return finished(b, inputs, {s.out, s.conv_next, s.state_next});
 }
 

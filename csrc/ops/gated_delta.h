@@ -31,8 +31,6 @@ struct GatedDeltaRows {
   int B = 1, T = 1;
   bool has_conv_state = true, has_state = true, has_mask = false, has_lengths = false;
 };
-// The forms of the scan: with the norm in the same kernel or apart, and its block-staged form.
-enum class Scan : uint8_t { norm, apart, block };
 Scan scan_for(Target target);
 
 struct GatedDeltaSlots {
@@ -41,11 +39,11 @@ struct GatedDeltaSlots {
 };
 // kernel: gated_delta_kernel's answer.
 void add_gated_delta(Builder& b, const std::string& kernel, const GatedDeltaShape& shape,
-                     const GatedDeltaRows& rows, const GatedDeltaSlots& s, const std::string& name,
-                     Scan scan);
+                     const GatedDeltaRows& rows, const GatedDeltaSlots& s, const std::string& name);
 std::shared_ptr<LayerProgram> gated_delta_program(Target target, Type t,
                                                   const GatedDeltaShape& shape,
-                                                  const GatedDeltaRows& rows, Scan scan);
+                                                  const GatedDeltaRows& rows,
+                                                  const LayerOptions& options = {});
 void gated_delta_pipelines(Target target, Type t, Pipelines& out);
 
 // One row of the decode step; state and state_next may be one slot.

@@ -264,6 +264,47 @@ Constants weight_format(const MatrixSpec& m, Type t) {
   return {{"kBits", int32_t{kernel_bits(m, t)}}, {"kGroup", int32_t{m.bits != 0 ? m.group : 32}}};
 }
 
+MatrixSlots dequantized(Builder& b, const MatrixSlots& m) {
+  if (!m.quantized()) {
+    return m;
+  }
+  constexpr size_t kRows = 32768;  // of a dispatch
+  const std::string table = "rows of a weight";
+  std::optional<SlotId> ids;
+  for (const Builder::Table& t : b.tables) {
+    if (b.program.slots()[t.slot.index].name == table) {
+      ids = t.slot;
+    }
+  }
+  if (!ids) {
+    std::vector<uint32_t> all(kRows);
+    std::iota(all.begin(), all.end(), 0);
+    ids = b.table(table, all.data(), 4 * kRows);
+  }
+  const size_t rows = size_t(m.spec.experts) * m.spec.rows;
+  MatrixSlots plain{
+      m.spec,
+      b.scratch(b.program.slots()[m.w.index].name + " plain", b.size(rows * m.spec.cols)),
+      {},
+      {}};
+  plain.spec.bits = plain.spec.group = 0;
+  for (size_t first = 0; first < rows; first += kRows) {
+    const size_t count = std::min(kRows, rows - first);
+    auto part = [&](size_t row_bytes) { return Range{first * row_bytes, count * row_bytes}; };
+    const size_t groups = b.size(m.spec.cols / m.spec.group);
+    Dispatch d(kernels().at("embed_rows_" + suffix(b.t)));
+    set_constants(d, weight_format(m.spec, b.t));
+    d.read("ids", *ids, {0, 4 * count});
+    d.read("w", m.w, part(size_t(m.spec.cols) * m.spec.bits / 8));
+    d.read("scales", m.scales, part(groups)).read("biases", m.biases, part(groups));
+    d.write("out", plain.w, part(b.size(m.spec.cols)));
+    d.value("p", Value::of_struct(EmbedParams{static_cast<int>(count), m.spec.cols}));
+    d.grid(ceil_div(m.spec.cols, 1024), static_cast<uint32_t>(count)).threads(128);
+    b.add(std::move(d), "dequantize");
+  }
+  return plain;
+}
+
 namespace {
 
 // What one launch takes of the matrices of a projection: the same format, up to four.
@@ -350,9 +391,14 @@ Choice linear_kernel(Target target, Type t, const std::vector<MatrixSpec>& matri
 }
 
 void add_linear(Builder& b, const std::string& label, const std::string& kernel, int rows, SlotId x,
-                const std::vector<MatrixSlots>& matrices, const std::vector<SlotId>& y,
-                bool float32) {
+                const std::vector<MatrixSlots>& given, const std::vector<SlotId>& y, bool float32) {
   const bool one_row = kernel == "gemv";
+  std::vector<MatrixSlots> matrices = given;
+  if (b.form.dequantize && kernel == "qgemm") {
+    for (MatrixSlots& m : matrices) {
+      m = dequantized(b, m);
+    }
+  }
   for (const std::vector<size_t>& batch : batches(matrices, one_row)) {
     std::vector<MatrixSlots> w;
     std::vector<SlotId> to;
@@ -392,9 +438,10 @@ void add_linear(Builder& b, const std::string& label, const std::string& kernel,
 }
 
 std::shared_ptr<LayerProgram> linear_program(Target target, Type t, int rows,
-                                             const std::vector<MatrixSpec>& matrices,
-                                             bool float32) {
+                                             const std::vector<MatrixSpec>& matrices, bool float32,
+                                             const LayerOptions& options) {
   Builder b("project", target, t);
+  b.form = options;
   SlotId x = b.input("x", b.size(size_t(rows) * matrices[0].cols));
   std::vector<SlotId> inputs{x}, outputs;
   std::vector<MatrixSlots> slots;

@@ -28,7 +28,8 @@ void add_linear(Builder& b, const std::string& label, const std::string& kernel,
                 bool float32);
 
 std::shared_ptr<LayerProgram> linear_program(Target target, Type t, int rows,
-                                             const std::vector<MatrixSpec>& matrices, bool float32);
+                                             const std::vector<MatrixSpec>& matrices, bool float32,
+                                             const LayerOptions& options = {});
 
 // What a target may run for weights of this format, whatever their sizes and rows.
 void linear_pipelines(Target target, Type t, const MatrixSpec& format, bool float32,
@@ -91,6 +92,9 @@ GemmBlock gemm_block(Target target, int rows, int columns);
 const std::vector<int>& gemm_block_rows(Target target);
 // Of kernels on a matrix unit: "" (simdgroup_matrix), "nax_" or "mma_".
 std::string unit_prefix(Target target);
+
+// Plain elements of a quantized weight, from dispatches of their own.
+MatrixSlots dequantized(Builder& b, const MatrixSlots& m);
 
 // Constants of kernels for one format.
 Constants weight_format(const MatrixSpec& m, Type t);

@@ -93,9 +93,9 @@ Choice moe_step_kernel(Target target, Type t, const Moe<Specs>& m) {
 namespace {
 
 // Rows of a block of one expert, by the rows that an expert gets on average.
-int expert_rows(Target target, int rows, const Moe<Specs>& m) {
+int expert_rows(Target target, int rows, const Moe<Specs>& m, int asked) {
   const int mean = rows * m.shape.top_k / std::max(1, m.router.rows);
-  const int block = mean <= 16 ? 16 : mean <= 48 ? 32 : 64;
+  const int block = asked > 0 ? asked : mean <= 16 ? 16 : mean <= 48 ? 32 : 64;
   return std::max(block, gemm_block_rows(target).front());
 }
 
@@ -197,19 +197,29 @@ SlotId add_shared_act(Builder& b, bool few, const std::string& product, int rows
 
 }  // namespace
 
-void add_moe(Builder& b, int rows, const Moe<Slots>& w, SlotId x, SlotId out,
-             const std::string& name) {
-  const Moe<Specs> m = specs_of(w);
+void add_moe(Builder& b, int rows, const Moe<Slots>& weights, SlotId x, SlotId out,
+             const std::string& name, std::optional<GivenLogits> given) {
   const bool few = rows <= kMostRowsTile;
+  Moe<Slots> w = weights;
+  if (b.form.dequantize && !few) {
+    for (MatrixSlots* m : {&w.gate, &w.up, &w.down, &w.shared_gate, &w.shared_up}) {
+      *m = dequantized(b, *m);
+    }
+  }
+  const Moe<Specs> m = specs_of(w);
   const int hidden = m.gate.cols, width = m.gate.rows, experts = m.router.rows;
   const int assignments = rows * m.shape.top_k;
   const std::string product = few ? "gemv_rows" : "qgemm";
-  SlotId logits = b.scratch(name + "logits", 4 * size_t(rows) * experts);
-  SlotId shared_logit = b.scratch(name + "shared_logit", 4 * size_t(rows));
-  add_linear(b, "router", product, rows, x, {w.router, w.shared_router}, {logits, shared_logit},
-             true);
+  if (!given) {
+    given = {b.scratch(name + "logits", 4 * size_t(rows) * experts),
+             b.scratch(name + "shared_logit", 4 * size_t(rows))};
+    add_linear(b, "router", product, rows, x, {w.router, w.shared_router},
+               {given->logits, given->shared_logit}, true);
+  }
+  const auto [logits, shared_logit] = *given;
   const GemmBlock block =
-      few ? GemmBlock{16, 0, 128} : gemm_block(b.target, expert_rows(b.target, rows, m));
+      few ? GemmBlock{16, 0, 128}
+          : gemm_block(b.target, expert_rows(b.target, rows, m, b.form.block_rows));
   Route r = add_route(b, rows, block.rows, m.shape, experts, logits, name);
 
   // What is read at most: experts that somebody can have chosen.
@@ -269,13 +279,27 @@ void add_moe(Builder& b, int rows, const Moe<Slots>& w, SlotId x, SlotId out,
   b.add(std::move(c), "combine");
 }
 
-std::shared_ptr<LayerProgram> moe_program(Target target, Type t, int rows, const Moe<Specs>& m) {
+std::shared_ptr<LayerProgram> moe_program(Target target, Type t, int rows, const Moe<Specs>& m,
+                                          const LayerOptions& options, bool given) {
   Builder b("moe", target, t);
-  SlotId x = b.input("x", b.size(size_t(rows) * m.gate.cols));
-  const Moe<Slots> w = convert<Slots>(m, "", b.weight_slots());
+  b.form = options;
+  std::vector<SlotId> inputs{b.input("x", b.size(size_t(rows) * m.gate.cols))};
+  std::optional<GivenLogits> logits;
+  if (given) {
+    logits = {b.input("logits", 4 * size_t(rows) * m.router.rows),
+              b.input("shared_logit", 4 * size_t(rows))};
+    inputs.insert(inputs.end(), {logits->logits, logits->shared_logit});
+  }
+  Moe<Slots> w;
+  w.shape = m.shape;
+  Moe<Specs>::visit(
+      [&](Member member, const MatrixSpec& from, MatrixSlots& to) {
+        const bool unused = given && (&from == &m.router || &from == &m.shared_router);
+        to = unused ? MatrixSlots{from, {}, {}, {}} : b.weight_slots()(member.path, from);
+      },
+      m, w);
   SlotId out = b.output("y", b.size(size_t(rows) * m.gate.cols));
-  add_moe(b, rows, w, x, out, "");
-  std::vector<SlotId> inputs{x};
+  add_moe(b, rows, w, inputs[0], out, "", logits);
   inputs.insert(inputs.end(), b.weights.begin(), b.weights.end());
   return finished(b, inputs, {out});
 }
@@ -347,22 +371,15 @@ MoeTile moe_tile(const Moe<Specs>& m, Type t, const TileFields& tiles) {
   return tile;
 }
 
-// A part of the experts: the routed ones, the shared one, or both.
-struct MoePart {
-  bool routed = true, shared = true;
-  bool select = true;         // gate_up picks the experts
-  bool shared_given = false;  // down adds a product made elsewhere
-};
-
-Constants moe_constants(const Moe<Specs>& m, Type t, const MoeTile& tile, const MoePart& part) {
-  const int top_k = part.routed ? m.shape.top_k : 0;
+// select: gate_up picks the experts.
+Constants moe_constants(const Moe<Specs>& m, Type t, const MoeTile& tile, bool select) {
   const int group = std::max(m.gate.group, m.shared_gate.group);
   return {{"kExperts", int32_t{m.router.rows}},
-          {"kTopK", int32_t{top_k}},
+          {"kTopK", int32_t{m.shape.top_k}},
           {"kNormTopK", m.shape.normalize},
           {"kHidden", int32_t{m.gate.cols}},
           {"kWidth", int32_t{m.gate.rows}},
-          {"kSharedWidth", int32_t{part.shared ? m.shared_gate.rows : 0}},
+          {"kSharedWidth", int32_t{m.shared_gate.rows}},
           {"kExpertBits", int32_t{kernel_bits(m.gate, t)}},
           {"kSharedBits", int32_t{kernel_bits(m.shared_gate, t)}},
           {"kMoeGroup", int32_t{group == 0 ? 64 : group}},
@@ -373,50 +390,45 @@ Constants moe_constants(const Moe<Specs>& m, Type t, const MoeTile& tile, const 
           {"kDownLanes", int32_t{tile.down_lanes}},
           {"kDownR", int32_t{tile.down_r}},
           {"kDownU", int32_t{tile.down_u}},
-          {"kHasExperts", part.routed},
-          {"kHasShared", part.shared},
-          {"kExpertScales", part.routed && m.gate.bits != 0},
-          {"kSharedScales", part.shared && m.shared_gate.bits != 0},
-          {"kSelect", part.routed && part.select},
-          {"kGivenIds", part.routed && !part.select},
-          {"kSharedGiven", part.shared_given},
-          {"kSharedGate", part.shared || part.shared_given}};
+          {"kHasExperts", true},
+          {"kHasShared", true},
+          {"kExpertScales", m.gate.bits != 0},
+          {"kSharedScales", m.shared_gate.bits != 0},
+          {"kSelect", select},
+          {"kGivenIds", !select},
+          {"kSharedGiven", false},
+          {"kSharedGate", true}};
 }
 
-void add_gate_up(Builder& b, const std::string& label, const Moe<Specs>& m, const Moe<Slots>& w,
-                 const MoeTile& tile, const MoePart& part, const MoeRow& row, SlotId act) {
+void add_gate_up(Builder& b, const Moe<Specs>& m, const Moe<Slots>& w, const MoeTile& tile,
+                 bool select, const MoeRow& row, SlotId act) {
   const int hidden = m.gate.cols;
   Dispatch d(kernels().at("moe_gate_up_" + suffix(b.t) + "_k" + std::to_string(kmax(hidden))));
-  set_constants(d, moe_constants(m, b.t, tile, part));
+  set_constants(d, moe_constants(m, b.t, tile, select));
   d.read("x", row.x);
-  if (part.routed && part.select) {
+  if (select) {
     d.read("logits", row.logits).write("ids", row.ids).write("weights", row.weights);
-  }
-  if (part.routed && !part.select) {
+  } else {
     d.read("given_ids", row.ids);
   }
-  if (part.routed) {
-    read_matrix(d, w.gate, "gate_w", "gate_scales", "gate_biases", m.shape.top_k);
-    read_matrix(d, w.up, "up_w", "up_scales", "up_biases", m.shape.top_k);
-  }
-  if (part.shared) {
-    read_matrix(d, w.shared_gate, "shared_gate_w", "shared_gate_scales", "shared_gate_biases");
-    read_matrix(d, w.shared_up, "shared_up_w", "shared_up_scales", "shared_up_biases");
-  }
+  read_matrix(d, w.gate, "gate_w", "gate_scales", "gate_biases", m.shape.top_k);
+  read_matrix(d, w.up, "up_w", "up_scales", "up_biases", m.shape.top_k);
+  read_matrix(d, w.shared_gate, "shared_gate_w", "shared_gate_scales", "shared_gate_biases");
+  read_matrix(d, w.shared_up, "shared_up_w", "shared_up_scales", "shared_up_biases");
   d.write("act", act);
-  const int groups = (part.routed ? m.shape.top_k * ceil_div(m.gate.rows, tile.up_rows()) : 0) +
-                     (part.shared ? ceil_div(m.shared_gate.rows, tile.up_rows()) : 0);
-  d.grid(groups).threads(32 * tile.up_simdgroups);
-  b.add(std::move(d), label);
+  d.grid(m.shape.top_k * ceil_div(m.gate.rows, tile.up_rows()) +
+         ceil_div(m.shared_gate.rows, tile.up_rows()));
+  d.threads(32 * tile.up_simdgroups);
+  b.add(std::move(d), "experts up");
 }
 
-void add_pick(Builder& b, const Moe<Specs>& m, const MoeTile& tile, const MoePart& part,
-              const MoeRow& r, const MatrixSlots* ahead, const StepOptions& o) {
+void add_pick(Builder& b, const Moe<Specs>& m, const MoeTile& tile, const MoeRow& r,
+              const MatrixSlots* ahead, const StepOptions& o) {
   if (o.ahead <= 0) {
     ahead = nullptr;
   }
   Dispatch d(kernels().at("moe_route"));
-  Constants constants = moe_constants(m, b.t, tile, part);
+  Constants constants = moe_constants(m, b.t, tile, false);
   constants.push_back({"kAhead", ahead != nullptr});
   set_constants(d, constants);
   d.read("logits", r.logits).write("ids", r.ids).write("weights", r.weights);
@@ -446,41 +458,19 @@ void add_moe_row(Builder& b, const Moe<Slots>& w, const MoeRow& r, const std::st
                  SlotId h, SlotId out, const MatrixSlots* ahead, const StepOptions& o) {
   const Moe<Specs> m = specs_of(w);
   const MoeTile tile = moe_tile(m, b.t, o.tiles);
-  const int shared_width = m.shared_gate.rows, top_k = m.shape.top_k;
-  MoePart part;
-  part.select = o.fuse_route;
-  part.shared = o.fuse_shared;
-  part.shared_given = !o.fuse_shared;
+  const int top_k = m.shape.top_k;
   if (!o.fuse_route) {
-    add_pick(b, m, tile, part, r, ahead, o);
+    add_pick(b, m, tile, r, ahead, o);
   }
-  SlotId act =
-      b.scratch(name + "act", b.size(top_k * m.gate.rows + (part.shared ? shared_width : 0)));
-  add_gate_up(b, "experts up", m, w, tile, part, r, act);
-  SlotId shared_product;
-  if (!o.fuse_shared) {
-    SlotId shared_act = b.scratch(name + "shared_act", b.size(shared_width));
-    MoePart alone;
-    alone.routed = false;
-    add_gate_up(b, "shared up", m, w, tile, alone, r, shared_act);
-    shared_product = b.scratch(name + "shared_product", 4 * size_t(m.down.rows));
-    GemvOptions options;
-    options.float32 = true;
-    add_gemv(b, "shared down", {w.shared_down}, shared_act, {shared_product}, options);
-  }
+  SlotId act = b.scratch(name + "act", b.size(size_t(top_k) * m.gate.rows + m.shared_gate.rows));
+  add_gate_up(b, m, w, tile, o.fuse_route, r, act);
   Dispatch d(kernels().at("moe_down_" + suffix(b.t)));
-  set_constants(d, moe_constants(m, b.t, tile, part));
+  set_constants(d, moe_constants(m, b.t, tile, o.fuse_route));
   d.read("act", act).read("ids", r.ids).read("weights", r.weights);
   read_matrix(d, w.down, "down_w", "down_scales", "down_biases", top_k);
-  if (part.shared) {
-    read_matrix(d, w.shared_down, "shared_down_w", "shared_down_scales", "shared_down_biases");
-  }
-  d.read("shared_gate", r.shared_logit);
-  if (part.shared_given) {
-    d.read("shared_product", shared_product);
-  }
-  d.read("h", h).write("out", out);
-  d.grid(ceil_div(m.down.rows, tile.down_rows())).threads(32 * (top_k + part.shared));
+  read_matrix(d, w.shared_down, "shared_down_w", "shared_down_scales", "shared_down_biases");
+  d.read("shared_gate", r.shared_logit).read("h", h).write("out", out);
+  d.grid(ceil_div(m.down.rows, tile.down_rows())).threads(32 * (top_k + 1));
   b.add(std::move(d), "experts down");
 }
 

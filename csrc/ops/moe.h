@@ -19,10 +19,16 @@ Choice moe_kernel(Target target, Type t, const Moe<Specs>& m, int rows);
 // Whether the decode step's form does.
 Choice moe_step_kernel(Target target, Type t, const Moe<Specs>& m);
 
+// What the router's product would make, from elsewhere: [rows, experts] and [rows].
+struct GivenLogits {
+  SlotId logits, shared_logit;
+};
 // x, out [rows, hidden].
 void add_moe(Builder& b, int rows, const Moe<Slots>& w, SlotId x, SlotId out,
-             const std::string& name);
-std::shared_ptr<LayerProgram> moe_program(Target target, Type t, int rows, const Moe<Specs>& m);
+             const std::string& name, std::optional<GivenLogits> given = std::nullopt);
+// given: the two arrays of GivenLogits follow x.
+std::shared_ptr<LayerProgram> moe_program(Target target, Type t, int rows, const Moe<Specs>& m,
+                                          const LayerOptions& options = {}, bool given = false);
 void moe_pipelines(Target target, Type t, const Moe<Specs>& m, Pipelines& out);
 
 // Threads of the decode step's expert kernels (moe_decode.h).

@@ -5,7 +5,8 @@
 
 namespace lily {
 
-// The fused form is the default; each switch off gives the form that a fusion replaces.
+// The fused form is the default; each switch off gives the form that a fusion replaces, which
+// benchmarks/ablate.py measures.
 struct StepOptions {
   bool logits = false;           // logits go to memory too
   bool fuse_norm = true;         // RMS norm inside the projection that follows
@@ -13,8 +14,7 @@ struct StepOptions {
   bool fuse_residual = true;     // the residual inside out_proj and o_proj
   bool fuse_delta = true;        // convolution, delta update and gated norm in one dispatch
   bool fuse_route = true;        // the experts are picked where they are needed
-  bool fuse_shared = true;       // the shared expert with the routed ones
-  bool fuse_head = true;         // the first stage of argmax inside the head
+  bool serial_levels = false;    // each dispatch waits for the end of the one before
   int pack = 0;                  // query heads of one KV head a threadgroup; 0: by the target
   bool coalesced = true;         // neighbouring lanes read neighbouring bytes of the cache
   // Tokens of capacity above which splits have a fixed length; < 0: never.

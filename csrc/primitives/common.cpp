@@ -23,6 +23,27 @@ void fail(const char* op, const std::string& text) {
   throw std::invalid_argument(std::string(op) + ": " + text);
 }
 
+void check_ndim(const char* op, const char* what, const mx::array& a, size_t ndim) {
+  if (a.ndim() != ndim) {
+    fail(op, std::string(what) + " has shape " + shape_text(a) + "; " + std::to_string(ndim) +
+                 " axes are expected");
+  }
+}
+
+void check_shape(const char* op, const char* what, const mx::array& a, const mx::Shape& expected) {
+  if (a.shape() != expected) {
+    mx::array want(expected, mx::bool_, nullptr, {});
+    fail(op, std::string(what) + " has shape " + shape_text(a) + "; " + shape_text(want) +
+                 " is expected");
+  }
+}
+
+void check_dtype(const char* op, const char* what, const mx::array& a, mx::Dtype dtype) {
+  if (a.dtype() != dtype) {
+    fail(op, std::string(what) + " has another dtype than the other inputs; cast it with astype");
+  }
+}
+
 int64_t rows_of(const mx::array& x) {
   return x.shape(-1) == 0 ? 0 : static_cast<int64_t>(x.size()) / x.shape(-1);
 }

@@ -122,6 +122,11 @@ std::string shape_text(const mx::array& a);
 // Throws std::invalid_argument with the op's name before the text.
 [[noreturn]] void fail(const char* op, const std::string& text);
 
+// Throw what fail throws, naming what does not fit.
+void check_ndim(const char* op, const char* what, const mx::array& a, size_t ndim);
+void check_shape(const char* op, const char* what, const mx::array& a, const mx::Shape& expected);
+void check_dtype(const char* op, const char* what, const mx::array& a, mx::Dtype dtype);
+
 int64_t rows_of(const mx::array& x);
 
 mx::cpu::CommandEncoder& encoder(mx::Stream s);

@@ -41,7 +41,7 @@ class RmsNorm : public Primitive {
     return run_layer(
         stream(), "rms_norm", rms_norm_kernel(target, t, spec_of(in[1])),
         Key() << name_of(t) << rows << dim << eps_,
-        [&] { return rms_norm_program(target, t, rows, dim, eps_); }, in, out);
+        [&](auto&) { return rms_norm_program(target, t, rows, dim, eps_); }, in, out);
   }
 
  private:
@@ -99,7 +99,7 @@ class Project : public Primitive {
     }
     return run_layer(
         stream(), "project", linear_kernel(target, t, matrices, rows, float32), key,
-        [&] { return linear_program(target, t, rows, matrices, float32); }, in, out);
+        [&](auto& o) { return linear_program(target, t, rows, matrices, float32, o); }, in, out);
   }
 
  private:
@@ -138,22 +138,30 @@ class Embed : public Primitive {
     const MatrixSpec table = specs_at(in, 1, {format_})[0];
     return run_layer(
         stream(), "embed", embed_kernel(target, t, table), Key() << name_of(t) << count << table,
-        [&] { return embed_program(target, t, count, table); }, in, out);
+        [&](auto&) { return embed_program(target, t, count, table); }, in, out);
   }
 
  private:
   Format format_;
 };
 
+bool makes_logits(Member m) {
+  return std::string(m.path) == "gate" || std::string(m.path) == "shared_expert_gate";
+}
+
+// inputs: x [logits shared_logit], then weights; with logits those of experts alone
 class MoeOp : public Primitive {
  public:
-  MoeOp(mx::Stream s, std::vector<Format> formats, MoeShape shape)
-      : Primitive(s), formats_(std::move(formats)), shape_(shape) {}
+  MoeOp(mx::Stream s, std::vector<Format> formats, MoeShape shape, bool has_logits)
+      : Primitive(s), formats_(std::move(formats)), shape_(shape), has_logits_(has_logits) {}
 
   void eval_cpu(const Arrays& in, Arrays& out) override {
     allocate(out[0]);
     if (runs_program(in, out)) {
       return;
+    }
+    if (has_logits_) {
+      fail("moe", "the reference makes its own logits; give none");
     }
     reference::MoeWeights w;
     w.t = type_of(in[0].dtype(), "x");
@@ -180,21 +188,32 @@ class MoeOp : public Primitive {
   bool run_program(Target target, const Arrays& in, Arrays& out) override {
     const Type t = type_of(in[0].dtype(), "x");
     const int rows = static_cast<int>(rows_of(in[0]));
-    const std::vector<MatrixSpec> matrices = specs_at(in, 1, formats_);
+    const std::vector<MatrixSpec> matrices = specs_at(in, has_logits_ ? 3 : 1, formats_);
     Moe<Specs> spec;
     spec.shape = shape_;
     Key key;
-    key << name_of(t) << rows << shape_.top_k << shape_.normalize;
+    key << name_of(t) << rows << shape_.top_k << shape_.normalize << has_logits_;
     size_t i = 0;
-    Moe<Specs>::visit([&](Member, MatrixSpec& m) { key << (m = matrices[i++]); }, spec);
+    Moe<Specs>::visit(
+        [&](Member member, MatrixSpec& m) {
+          if (has_logits_ && makes_logits(member)) {
+            const int made = in[member.field == std::string("router") ? 1 : 2].shape(-1);
+            m = {made, in[0].shape(-1), 0, 0, 1, t};
+          } else {
+            m = matrices[i++];
+          }
+          key << m;
+        },
+        spec);
     return run_layer(
         stream(), "moe", moe_kernel(target, t, spec, rows), key,
-        [&] { return moe_program(target, t, rows, spec); }, in, out);
+        [&](auto& o) { return moe_program(target, t, rows, spec, o, has_logits_); }, in, out);
   }
 
  private:
   std::vector<Format> formats_;
   MoeShape shape_;
+  bool has_logits_;
 };
 
 }  // namespace
@@ -277,7 +296,8 @@ void check(const MoeLayer& m, int hidden) {
   }
 }
 
-mx::array moe(const mx::array& x, const MoeLayer& layer, mx::StreamOrDevice s_) {
+mx::array moe(const mx::array& x, const MoeLayer& layer, const std::optional<mx::array>& logits,
+              const std::optional<mx::array>& shared_logit, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   type_of(x.dtype(), "moe: x");
   if (x.ndim() == 0) {
@@ -285,9 +305,28 @@ mx::array moe(const mx::array& x, const MoeLayer& layer, mx::StreamOrDevice s_) 
   }
   check(layer, x.shape(-1));
   Arrays in{contiguous(x, s)};
+  if (logits.has_value() != shared_logit.has_value()) {
+    fail("moe", "logits and shared_logit come together");
+  }
+  if (logits) {
+    mx::Shape shape = x.shape();
+    for (auto [a, values] : {std::pair(&*logits, layer.router.rows()), {&*shared_logit, 1}}) {
+      shape.back() = values;
+      check_shape("moe", "logits", *a, shape);
+      check_dtype("moe", "logits (float32)", *a, mx::float32);
+      in.push_back(contiguous(*a, s));
+    }
+  }
   std::vector<Format> formats;
-  MoeLayer::visit([&](Member, const Weight& w) { formats.push_back(append(w, in)); }, layer);
-  return mx::array(x.shape(), x.dtype(), std::make_shared<MoeOp>(s, formats, layer.shape), in);
+  MoeLayer::visit(
+      [&](Member m, const Weight& w) {
+        if (!logits || !makes_logits(m)) {
+          formats.push_back(append(w, in));
+        }
+      },
+      layer);
+  auto op = std::make_shared<MoeOp>(s, formats, layer.shape, logits.has_value());
+  return mx::array(x.shape(), x.dtype(), std::move(op), in);
 }
 
 }  // namespace lily

@@ -48,6 +48,10 @@ using MoeLayer = Moe<Weights>;
 void check(const MoeLayer& layer, int hidden);
 
 // x [..., hidden] -> y of the same shape and dtype.
-mx::array moe(const mx::array& x, const MoeLayer& layer, mx::StreamOrDevice s = {});
+// logits and shared_logit: in place of the routers' products, float32, on a GPU.
+mx::array moe(const mx::array& x, const MoeLayer& layer,
+              const std::optional<mx::array>& logits = std::nullopt,
+              const std::optional<mx::array>& shared_logit = std::nullopt,
+              mx::StreamOrDevice s = {});
 
 }  // namespace lily

@@ -80,7 +80,7 @@ class GatedDeltaOp : public Primitive {
     return run_layer(
         stream(), "gated_delta",
         gated_delta_kernel(target, t, d, v, rows.B * rows.T, rows.has_mask || rows.has_lengths),
-        key, [&] { return gated_delta_program(target, t, d, rows, scan_for(target)); }, in, out);
+        key, [&](auto& o) { return gated_delta_program(target, t, d, rows, o); }, in, out);
   }
 
  private:
@@ -138,7 +138,7 @@ class AttentionPrepare : public Primitive {
     return run_layer(
         stream(), "attention_prepare",
         attention_kernel(target, t, shape_, spec_of(in[2]), spec_of(in[3]), "none"), key,
-        [&] { return attention_prepare_program(target, t, shape_, rows); }, in, out);
+        [&](auto&) { return attention_prepare_program(target, t, shape_, rows); }, in, out);
   }
 
  private:
@@ -195,27 +195,6 @@ class Attend : public Primitive {
  private:
   bool causal_, has_mask_;
 };
-
-void check_ndim(const char* op, const char* what, const mx::array& a, size_t ndim) {
-  if (a.ndim() != ndim) {
-    fail(op, std::string(what) + " has shape " + shape_text(a) + "; " + std::to_string(ndim) +
-                 " axes are expected");
-  }
-}
-
-void check_shape(const char* op, const char* what, const mx::array& a, const mx::Shape& expected) {
-  if (a.shape() != expected) {
-    mx::array want(expected, mx::bool_, nullptr, {});
-    fail(op, std::string(what) + " has shape " + shape_text(a) + "; " + shape_text(want) +
-                 " is expected");
-  }
-}
-
-void check_dtype(const char* op, const char* what, const mx::array& a, mx::Dtype dtype) {
-  if (a.dtype() != dtype) {
-    fail(op, std::string(what) + " has another dtype than the other inputs; cast it with astype");
-  }
-}
 
 }  // namespace
 

@@ -22,7 +22,8 @@ FLAGS = """-x c++ -nostdinc -fno-exceptions -fno-rtti -fno-math-errno -fconverge
 -Wno-undefined-inline -Wno-c++20-extensions
 -Xclang -fbfloat16-excess-precision=none""".split()
 STRICT_FLAGS = "-Wall -Wextra -Wno-unused-parameter".split()
-CHECKED_FLAGS = "-O2 -Xclang -ffake-address-space-map -fno-vectorize -fno-slp-vectorize".split()
+CHECKED_FLAGS = """-O2 -Xclang -ffake-address-space-map -fno-vectorize -fno-slp-vectorize
+-D__MSL_CHECKED -ftrivial-auto-var-init=pattern""".split()
 PTX_FLAGS = """--target=nvptx64-nvidia-cuda -nogpulib -O3 -Xclang -target-feature -Xclang +ptx83
 -mllvm -unroll-threshold=1500""".split()
 PLUGIN_ARGUMENT = ["-Xclang", "-plugin-arg-msl", "-Xclang"]

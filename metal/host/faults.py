@@ -18,6 +18,9 @@ KINDS = (
     "uninitialised-device",
     "write-to-read-only",
     "read-of-write-only",
+    "misaligned",
+    "division",
+    "uninitialised-thread",
 )
 
 
@@ -70,7 +73,7 @@ def describe(raw, kernel, names: dict[int, str], threads: int) -> Fault:
     place = f"{os.path.basename(site.file.decode())}:{site.line}" if site else "?"
     other_place = f"{os.path.basename(other.file.decode())}:{other.line}" if other else "?"
     act = "writes" if raw.store else "reads"
-    what = raw.variable.decode() or names.get(raw.buffer, "memory")
+    what = raw.variable.decode() or names.get(raw.buffer, "thread memory")
     me, them = _thread(raw.thread), _thread(raw.other)
     if kind in ("threadgroup-race", "device-race", "grid-race"):
         did = "wrote" if raw.lanes else "read"
@@ -97,6 +100,15 @@ def describe(raw, kernel, names: dict[int, str], threads: int) -> Fault:
         text = f"{me} writes byte {raw.byte} of {what}, which the dispatch only reads"
     elif kind == "read-of-write-only":
         text = f"{me} reads byte {raw.byte} of {what}, which the dispatch only writes"
+    elif kind == "misaligned":
+        text = (
+            f"{me} {act} byte {raw.byte} of {what} as a type whose address must be a multiple of "
+            f"{raw.lanes}, and this one is not"
+        )
+    elif kind == "division":
+        text = f"{me} divides " + ("the least integer by -1" if raw.lanes else "an integer by zero")
+    elif kind == "uninitialised-thread":
+        text = f"{me} reads a value of its own that it has not written"
     else:
         text = f"{me} reads byte {raw.byte} of {what}, which nothing has written"
     times = f" ({raw.count} times)" if raw.count > 1 else ""

@@ -113,8 +113,10 @@ class _Launch(C.Structure):
         ("seed", C.c_uint64),
         ("buffers", C.POINTER(_Buffer)),
         ("variables", C.c_void_p),
+        ("constants", C.c_void_p),
         ("buffer_count", C.c_uint64),
         ("variable_count", C.c_uint64),
+        ("constant_count", C.c_uint64),
         ("faults", C.POINTER(_Fault)),
         ("fault_capacity", C.c_uint64),
         ("fault_count", C.c_uint64),
@@ -137,6 +139,15 @@ def open_library(path) -> C.CDLL:
     """Loads a library of launch stubs."""
     _runtime()
     return C.CDLL(str(path))
+
+
+def variables(library: C.CDLL, symbol: str) -> tuple[int | None, int]:
+    """Address and length of a table that frontend/trace.cpp wrote; None, 0 when it wrote none."""
+    try:
+        count = C.c_uint64.in_dll(library, f"{symbol}_count").value
+        return C.addressof(C.c_char.in_dll(library, f"{symbol}s")), count
+    except ValueError:
+        return None, 0
 
 
 def dimensions(value, what: str) -> tuple[int, int, int]:

@@ -215,15 +215,9 @@ class Kernel:
         faults = (launch._Fault * launch.MAX_FAULTS)()
         run.buffers, run.buffer_count, run.traffic = table, len(bound), counts
         run.faults, run.fault_capacity = faults, launch.MAX_FAULTS
-        try:
-            run.variable_count = C.c_uint64.in_dll(
-                self.library._library, "__msl_threadgroup_variable_count"
-            ).value
-            run.variables = C.addressof(
-                C.c_char.in_dll(self.library._library, "__msl_threadgroup_variables")
-            )
-        except ValueError:  # the file has no threadgroup variable
-            run.variable_count = 0
+        library = self.library._library
+        run.variables, run.variable_count = launch.variables(library, "__msl_threadgroup_variable")
+        run.constants, run.constant_count = launch.variables(library, "__msl_constant")
         start = time.perf_counter()
         launch._runtime().msl_launch(C.byref(run))
         seconds = time.perf_counter() - start

@@ -19,7 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
-PLUGIN_SOURCES = ("metal.cpp", "lint.cpp", "trace.cpp")
+PLUGIN_SOURCES = ("metal.cpp", "tokens.cpp", "lint.cpp", "kernels.cpp", "trace.cpp")
 RUNTIME_SOURCES = ("fibers.cpp", "checks.cpp")
 
 

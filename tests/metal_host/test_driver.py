@@ -108,6 +108,23 @@ def test_arrays_that_share_memory_share_it_in_the_kernel(library):
     )
 
 
+@pytest.mark.parametrize("host", HOSTS)
+def test_tables_at_program_scope(host):
+    source = """#include <metal_stdlib>
+using namespace metal;
+struct Pair { uint a, b; };
+constant Pair pairs[3] = {{1u, 2u}, {3u, 4u}, {5u, 6u}};
+template <typename T> struct Table { static constexpr constant T values[2] = {T(7), T(8)}; };
+[[kernel]] void k(device float* y [[buffer(0)]], constant uint& n [[buffer(1)]], uint i [[thread_position_in_grid]]) {
+  Pair p = pairs[(i + n) % 3u];
+  y[i] = float(p.a * 10u + p.b) + Table<float>::values[(i + n) & 1u];
+}
+"""
+    y = np.zeros(6, np.float32)
+    Library(source=source, host=host)["k"]([y, 1], 1, 6)
+    assert y.tolist() == [42, 63, 20, 41, 64, 19]
+
+
 def test_atomics_count(library):
     n, f = np.zeros(4, np.uint32), np.zeros(1, np.float32)
     result = library["counts"]([n, f], 8, 64)
@@ -329,15 +346,23 @@ def test_one_clear_sentence_without_clang(tmp_path):
     )
 
 
-def test_a_wild_access_on_the_fast_host_ends_with_a_sentence(tmp_path):
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        ("x[i + 0x7000000000u]", "touched memory at "),
+        ("float(100u / uint(x[i]))", "divided an integer by zero"),
+    ],
+)
+def test_a_crash_on_the_fast_host_ends_with_a_sentence(value, said):
     script = f"""import numpy as np
 from metal.host import Library
-source = '''{SOURCE.replace("h[i] = x[i] + 1.0f", "h[i] = x[i + 0x7000000000u]")}'''
+source = '''{SOURCE.replace("x[i] + 1.0f", value)}'''
 y = np.zeros(32, np.float32)
 Library(source=source)["in_place"]([y, y], 1, 32)
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode < 0 and 'host="checked" names the line' in done.stderr
+    assert done.returncode < 0 and said in done.stderr
+    assert 'host="checked" names the line' in done.stderr
 
 
 def test_faults_of_a_shuffled_order_are_reproducible():

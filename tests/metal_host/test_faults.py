@@ -52,6 +52,21 @@ FAULTS = {
     "writes_input_atomically": ("write-to-read-only", {"writes": {1}}),
     "reads_output": ("read-of-write-only", {"reads": {0}}),
     "reads_output_late": ("read-of-write-only", {"reads": {0}}),
+    "race_plain_behind_atomic": ("threadgroup-race", {}),
+    "grid_race_plain_behind_atomic": ("grid-race", {"grid": 4, "threadgroup": 32}),
+    "bounds_table_past": ("out-of-bounds", {}),
+    "bounds_table_before": ("out-of-bounds", {}),
+    "bounds_thread_past": ("out-of-bounds", {}),
+    "bounds_thread_before": ("out-of-bounds", {}),
+    "misaligned_device": ("misaligned", {}),
+    "misaligned_threadgroup": ("misaligned", {}),
+    "misaligned_constant": ("misaligned", {}),
+    "division_by_zero": ("division", {}),
+    "division_remainder": ("division", {}),
+    "division_overflow": ("division", {}),
+    "unwritten_tail": ("uninitialised-thread", {}),
+    "unwritten_slot": ("uninitialised-thread", {}),
+    "unwritten_accumulator": ("uninitialised-thread", {}),
 }
 
 
@@ -123,6 +138,45 @@ def test_a_fault_raises_and_names_kernel_threads_byte_and_place(library):
     [line] = marked_lines("bounds_read_past")
     assert f"faults.metal:{line}" in str(raised.value)
     assert "argument 0 (x)" in str(raised.value)
+
+
+TENSOR = """#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
+using namespace metal;
+constexpr constant auto sizes = mpp::tensor_ops::matmul2d_descriptor(
+    16, 16, 16, false, false, false, mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
+[[kernel]] void k(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], constant int& first [[buffer(2)]],
+                  uint i [[thread_position_in_grid]]) {
+  mpp::tensor_ops::matmul2d<sizes, execution_simdgroup> product;
+  auto a = product.get_left_input_cooperative_tensor<float, float, float>();
+  auto b = product.get_right_input_cooperative_tensor<float, float, float>();
+  auto c = product.get_destination_cooperative_tensor<float, float, float>();
+  for (int j = 0; j < 8; j++) {
+    a[j] = x[i];
+    b[j] = x[i];
+    if (j != first - 8) c[j] = 0.0f;
+  }
+  product.run(a, b, c);
+  y[i] = c[first];
+}
+"""
+
+
+def test_cooperative_tensors_have_a_capacity_and_need_their_accumulator():
+    kernel = Library(source=TENSOR, metal="4.0", host="checked")["k"]
+
+    def kinds(first):
+        x, y = np.ones(32, np.float32), np.zeros(32, np.float32)
+        return {f.kind for f in kernel([x, y, first], 1, 32, on_fault="return").faults}
+
+    assert kinds(3) == set()
+    assert kinds(-1) == {"out-of-bounds"}
+    assert kinds(8) == {"out-of-bounds", "uninitialised-thread"}
+
+
+def test_bits_that_only_move_are_no_value_of_a_thread(library):
+    _, compiled = library
+    x, y = np.full(128, -1, np.int32).view(np.float32), np.zeros(128, np.float32)
+    assert not compiled["device_race_same_byte"]([x, y], 1, 64, on_fault="return").faults
 
 
 def test_memory_never_written_is_known_across_dispatches(library):

@@ -139,13 +139,11 @@ FORMS = {
     "norm apart": dict(fuse_norm=False),
     "projections and delta apart": dict(fuse_projections=False, fuse_delta=False),
     "residual and pick apart": dict(fuse_residual=False, fuse_route=False),
-    "shared expert apart": dict(fuse_shared=False),
-    "argmax apart": dict(fuse_head=False),
     "all apart": dict.fromkeys(
-        ("fuse_norm", "fuse_projections", "fuse_residual", "fuse_delta", "fuse_route",
-         "fuse_shared", "fuse_head"), False,
+        ("fuse_norm", "fuse_projections", "fuse_residual", "fuse_delta", "fuse_route"), False,
     ),
     "uncoalesced": dict(coalesced=False),
+    "serial levels": dict(serial_levels=True),
 }  # fmt: skip
 
 

@@ -5,10 +5,9 @@ import pytest
 from lily_mlx import _ext, spec
 from lily_mlx.shapes import qwen3_6_35b_a3b
 
-SWITCHES = (
-    "fuse_norm", "fuse_projections", "fuse_residual", "fuse_delta", "fuse_route", "fuse_shared",
-    "fuse_head", "coalesced",
-)  # fmt: skip
+OFF = ("fuse_norm", "fuse_projections", "fuse_residual", "fuse_delta", "fuse_route", "coalesced")
+FORMS = [{}, *({name: False} for name in OFF), {"serial_levels": True}]
+LAYER_FORMS = [{}, {"block_rows": 16}, {"scan": "block"}, {"dequantize": True}]
 
 
 @pytest.fixture(scope="module")
@@ -17,11 +16,24 @@ def shapes():
     return spec.model(qwen3_6_35b_a3b().language_model)
 
 
-@pytest.mark.parametrize("off", [None, *SWITCHES])
-def test_no_pair_of_the_decode_step_conflicts(shapes, off):
-    options = {} if off is None else {off: False}
-    program = _ext.step_program("metal", shapes, 256, {"logits": True, **options}).program
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_no_pair_of_the_decode_step_conflicts(shapes, form):
+    program = _ext.step_program("metal", shapes, 256, {"logits": True, **form}).program
     assert program.check_hazards() == []
+
+
+@pytest.mark.parametrize("target", ["metal", "cuda"])
+def test_serial_levels_are_one_chain(shapes, target):
+    """The fused form is one by itself; products apart share a level."""
+    few = {**shapes, "layers": shapes["layers"][2:4]}
+    apart = {"fuse_projections": False}
+    program = _ext.step_program(target, few, 256, {"serial_levels": True, **apart}).program
+    rows = [program.describe(i) for i in range(len(program))]
+    assert [r["level"] for r in rows] == list(range(len(program)))
+    assert [r["after"] for r in rows] == [[], *([i] for i in range(len(program) - 1))]
+    assert _ext.step_program(target, few, 256, apart).program.report()["levels"] < len(program)
+    fused = _ext.step_program(target, few, 256).program
+    assert fused.report()["levels"] == len(fused)
 
 
 @pytest.mark.parametrize("capacity", [256, 32768, 131072 + 256])
@@ -33,9 +45,10 @@ def test_no_pair_conflicts_at_any_capacity(shapes, capacity):
 
 @pytest.mark.parametrize("target", ["metal", "metal_nax", "cuda"])
 @pytest.mark.parametrize("tokens", [1, 7, 600])
-def test_no_pair_of_a_prefill_chunk_conflicts(shapes, target, tokens):
+@pytest.mark.parametrize("form", LAYER_FORMS, ids=str)
+def test_no_pair_of_a_prefill_chunk_conflicts(shapes, target, tokens, form):
     few = {**shapes, "layers": shapes["layers"][2:4]}  # one layer of each kind
-    assert _ext.chunk_program(target, few, tokens).program.check_hazards() == []
+    assert _ext.chunk_program(target, few, tokens, form).program.check_hazards() == []
 
 
 def test_tensor_operations_have_kernels_for_the_same_chunk(shapes):

@@ -1,6 +1,5 @@
 """Each primitive's Program on the Metal host against its reference, over shape classes."""
 
-import host_program
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -164,27 +163,11 @@ def test_gated_delta_with_padding_and_lengths():
 
 @pytest.mark.parametrize("scan", ["norm", "apart", "block"])
 @pytest.mark.parametrize("T", [1, 33])
-def test_every_form_of_the_scan(scan, T):
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_every_form_of_the_scan(scan, T, dtype):
     """The norm in the scan's kernel, apart, and operands staged in blocks."""
-    arrays, given = delta_inputs(2, T, 1, 2, mx.bfloat16)
-    expected = delta(arrays, given, 1, 2)
-    mx.eval(expected)
-    shape = dict(
-        key_heads=1, value_heads=2, key_dim=128, value_dim=128, conv_width=4, eps=1e-6
-    )  # fmt: skip
-    built = _ext.gated_delta_program("metal", "bfloat16", 2, T, shape, scan=scan)
-    names = ["qkv", "z", "b", "a", "conv1d.weight", "A_log", "dt_bias", "norm.weight"]
-    buffers = {}
-    for name, x in zip([*names, *given], [*arrays, *given.values()], strict=True):
-        buffers[name] = np.array(x if x.dtype == mx.float32 else x.view(mx.uint16))
-    for name, x in zip(("out", "conv_state_next", "state_next"), expected, strict=True):
-        buffers[name] = np.zeros(x.shape, np.float32 if x.dtype == mx.float32 else np.uint16)
-    encoder = host_program.host_encoder(built.program, kernels.folder(), checked=False)
-    bindings, arena = host_program.bind(built.program, buffers)
-    encoder.encode(built.program, bindings)
-    for name, x in zip(("out", "conv_state_next", "state_next"), expected, strict=True):
-        got = mx.array(buffers[name])
-        assert error(got if x.dtype == mx.float32 else got.view(mx.bfloat16), x) < 1.5e-2
+    arrays, given = delta_inputs(2, T, 1, 2, dtype)
+    compare(lambda: delta(arrays, given, 1, 2), dtype, "gated_delta_scan", layers={"scan": scan})
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -256,6 +239,78 @@ def test_moe_of_other_formats_and_shapes(options):
     for rows, kernel in ((3, "moe_rows"), (40, "moe_gemm")):
         x = normal((rows, 128), mx.bfloat16)
         compare(lambda x=x: [ops.moe(x, layer)], mx.bfloat16, kernel, tolerance=6e-2)
+
+
+def same(call, kernel, target="metal", **layers):
+    """The production form's bytes, from a form with other dispatches."""
+    results = []
+    for form in ({}, layers):
+        with only(kernel, layers=form, target=target):
+            results.append([np.array(x if x.dtype == mx.float32 else x.view(mx.uint16))
+                            for x in call()])  # fmt: skip
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("bits, group", [(4, 32), (8, 64)])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("target", ["metal", "metal_nax", "cuda"])
+def test_weights_dequantized_apart_give_the_same_bytes(dtype, bits, group, target):
+    """The GEMMs round weights to the dtype as they read them."""
+    mx.random.seed(7)
+    modules = [linear(n, 256, dtype, bits, group) for n in (33, 70)]
+    x = normal((1, 20, 256), dtype)
+    for wide in (False, True):
+        same(
+            lambda w=wide: layers.project(x, *modules, float32_out=w),
+            "qgemm",
+            target,
+            dequantize=True,
+        )
+    layer, x = moe_layer(dtype, bits=bits, group=group), normal((40, 128), dtype)
+    same(lambda: [ops.moe(x, layer)], "moe_gemm", target, dequantize=True)
+
+
+def test_few_rows_are_not_dequantized_apart():
+    """Ablated is the GEMM: row products read each weight once anyway."""
+    x, layer = normal((3, 128), mx.bfloat16), moe_layer(mx.bfloat16)
+    same(lambda: [ops.moe(x, layer)], "moe_rows", dequantize=True)
+
+
+@pytest.mark.parametrize("rows, experts", [(40, 32), (300, 4)])
+@pytest.mark.parametrize("target", ["metal", "cuda"])
+def test_blocks_of_16_rows_give_the_same_bytes(rows, experts, target):
+    """Of experts with a row or two each, and with more than a block of 64."""
+    layer = moe_layer(mx.bfloat16, experts=experts)
+    x = normal((rows, 128), mx.bfloat16)
+    same(lambda: [ops.moe(x, layer)], "moe_gemm", target, block_rows=16)
+
+
+@pytest.mark.parametrize("options", [{"scan": "whole"}, {"block_rows": 8}, {"fuse": True}])
+def test_forms_of_layers_that_there_are_none_of(options):
+    with pytest.raises(ValueError, match="whole|block_rows 8|'fuse'"):
+        kernels.start_metal_host(layers=options)
+
+
+@pytest.mark.parametrize("rows", [5, 40])
+def test_logits_that_come_from_elsewhere(rows):
+    """The router's own, so that the result is the same; and others, so that it is not."""
+    dtype = mx.bfloat16
+    layer, x = moe_layer(dtype), normal((rows, 128), dtype)
+    logits, shared = mx.random.normal((rows, 32)), mx.random.normal((rows, 1))
+    with kernels.metal_host():
+        own = ops.moe(x, layer)
+        given = _ext.moe(x, layer, logits, shared)
+        again = _ext.moe(x, layer, logits, shared)
+        other = _ext.moe(x, layer, -logits, shared)
+        mx.eval(own, given, again, other)
+    assert mx.array_equal(given, again)
+    assert not mx.array_equal(given, other) and not mx.array_equal(given, own)
+    for wrong in ((logits[:, :8], shared), (logits, None), (logits.astype(dtype), shared)):
+        with pytest.raises(ValueError, match="logits"):
+            _ext.moe(x, layer, *wrong)
+    with pytest.raises(ValueError, match="makes its own logits"):
+        mx.eval(_ext.moe(x, layer, logits, shared))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -195,7 +195,7 @@ EARLY_READS = {
     "moe_down": {"ids", "weights", "shared_gate", "h"},
 }
 FORMS = [{}, *({name: False} for name in ("mma", "fuse_norm", "fuse_projections", "fuse_residual",
-                                          "fuse_delta", "fuse_shared", "fuse_head"))]  # fmt: skip
+                                          "fuse_delta"))]  # fmt: skip
 
 
 def _ways_to_start(program):

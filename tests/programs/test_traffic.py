@@ -25,7 +25,7 @@ def run(built, filled):
 
 
 @pytest.mark.parametrize("options",
-                         [{}, dict(fuse_delta=False, fuse_route=False, fuse_shared=False)],
+                         [{}, dict(fuse_delta=False, fuse_route=False)],
                          ids=["fused", "apart"])  # fmt: skip
 def test_no_byte_of_a_decode_step_is_counted_that_is_not_moved(options):
     ours, _ = small.model()

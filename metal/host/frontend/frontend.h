@@ -1,7 +1,9 @@
 // What the parts of the front end share.
 #pragma once
 
+#include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -27,6 +29,22 @@ extern State state;
 const clang::AnnotateAttr* findAttribute(const clang::Decl* decl, llvm::StringRef name);
 std::string argument(const clang::AnnotateAttr* attribute);
 int integerArgument(const clang::AnnotateAttr* attribute);  // -1 when absent or not a number
+
+// A kernel, and what its callees add to it.
+struct Kernel {
+  clang::FunctionDecl* function;
+  std::string name, hostName;
+  uint64_t threadgroupBytes;
+  std::set<int> constants;  // ids of the function constants that it may read
+};
+using Report = llvm::function_ref<void(clang::SourceLocation, const std::string&, const char*)>;
+void checkSignature(clang::FunctionDecl* kernel, const std::string& hostName, Report report);
+clang::PrintingPolicy manifestNames(const clang::ASTContext& context);
+void writeManifest(clang::Sema& sema, const std::vector<Kernel>& kernels);
+
+// Rewrites tokens as the parser reads them.
+std::function<void(const clang::Token&)> tokenWatcher(clang::Preprocessor& preprocessor,
+                                                      clang::LangOptions& options);
 
 // Reports what Metal rejects and clang accepts, then writes the manifest.
 void checkAndDescribe(clang::Sema& sema);

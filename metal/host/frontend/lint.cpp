@@ -1,4 +1,4 @@
-// What clang accepts and Metal does not, the project's own rules, and the manifest of kernels.
+// What clang accepts and Metal does not, and the project's own rules.
 // Every report ends in its rule's name in brackets.
 #include <set>
 
@@ -7,47 +7,11 @@
 #include "clang/Lex/Lexer.h"
 #include "frontend.h"
 #include "llvm/ADT/StringExtras.h"
-#include "llvm/Support/FileSystem.h"
-#include "llvm/Support/FormatVariadic.h"
-#include "llvm/Support/JSON.h"
 
 using namespace clang;
 
 namespace msl {
 namespace {
-
-// Attributes of kernel parameters that the host fills in, and whether they are vectors.
-const std::map<std::string, bool> kBuiltins = {
-    {"thread_position_in_grid", true},
-    {"thread_position_in_threadgroup", true},
-    {"threadgroup_position_in_grid", true},
-    {"threads_per_threadgroup", true},
-    {"threads_per_grid", true},
-    {"threadgroups_per_grid", true},
-    {"dispatch_threads_per_threadgroup", true},
-    {"thread_index_in_threadgroup", false},
-    {"thread_index_in_simdgroup", false},
-    {"thread_index_in_quadgroup", false},
-    {"simdgroup_index_in_threadgroup", false},
-    {"quadgroup_index_in_threadgroup", false},
-    {"threads_per_simdgroup", false},
-    {"thread_execution_width", false},
-    {"simdgroups_per_threadgroup", false},
-    {"dispatch_simdgroups_per_threadgroup", false},
-};
-
-std::string builtinOf(const ParmVarDecl* parameter) {
-  for (const auto* attribute : parameter->specific_attrs<AnnotateAttr>()) {
-    StringRef text = attribute->getAnnotation();
-    if (text.consume_front("msl.") && kBuiltins.count(text.str()))
-      return text.str();
-  }
-  return "";
-}
-
-bool isIndirect(QualType type) {
-  return type->isPointerType() || type->isReferenceType();
-}
 
 // Type of the elements of an array, vector, pointer or reference.
 QualType elementOf(QualType type) {
@@ -106,6 +70,15 @@ class Lint : public RecursiveASTVisitor<Lint> {
     return true;
   }
 
+  bool VisitCompoundAssignOperator(CompoundAssignOperator* e) {
+    QualType to = e->getLHS()->getType(), from = e->getComputationResultType();
+    if (state.strict && !from.isNull() && to->isBFloat16Type() && from->isRealFloatingType() &&
+        !from->isBFloat16Type())
+      report(e->getOperatorLoc(), "no implicit conversion from '" + name(from) + "' to 'bfloat'",
+             "bfloat-conversion");
+    return true;
+  }
+
   bool VisitCastExpr(CastExpr* cast) {
     if (cast->getCastKind() != CK_BitCast)
       return true;
@@ -119,9 +92,13 @@ class Lint : public RecursiveASTVisitor<Lint> {
   }
 
   bool VisitExplicitCastExpr(ExplicitCastExpr* cast) {
-    QualType to = cast->getType(), from = cast->getSubExpr()->IgnoreParenImpCasts()->getType();
+    QualType to = cast->getTypeAsWritten(),
+             from = cast->getSubExpr()->IgnoreParenImpCasts()->getType();
+    spaceSpelt(cast->getTypeInfoAsWritten());
     if (to->isDependentType() || from->isDependentType())
       return true;
+    if (to->isReferenceType() && from.getAddressSpace() != to->getPointeeType().getAddressSpace())
+      report(cast->getExprLoc(), "a cast from one address space to another", "address-space");
     if (!to->isPointerType() || !(from->isPointerType() || from->isArrayType()))
       return true;
     LangAS source =
@@ -136,14 +113,34 @@ class Lint : public RecursiveASTVisitor<Lint> {
     StringRef spelling = Lexer::getSourceText(
         CharSourceRange::getTokenRange(sema_.SourceMgr.getSpellingLoc(loc.getBeginLoc())),
         sema_.SourceMgr, sema_.getLangOpts());
-    if (spelling == "double")
-      report(loc.getBeginLoc(), "Metal has no double", "no-double");
     auto kind = loc.getTypePtr()->getKind();
+    bool wide = kind == BuiltinType::LongDouble && spelling == "long";
+    if (spelling == "double" || wide)
+      report(loc.getBeginLoc(), "Metal has no double", "no-double");
     if ((kind == BuiltinType::LongLong || kind == BuiltinType::ULongLong) &&
         (spelling == "long" || spelling == "unsigned"))
       report(loc.getBeginLoc(), "Metal has no long long", "no-long-long");
-    if (spelling == "__int128")
+    if (spelling == "__int128" || (kind == BuiltinType::UInt128 && spelling == "unsigned"))
       report(loc.getBeginLoc(), "Metal has no 128-bit integer", "no-int128");
+    return true;
+  }
+  bool VisitFloatingLiteral(FloatingLiteral* literal) {
+    if (literal->getType()->isSpecificBuiltinType(BuiltinType::LongDouble))
+      report(literal->getBeginLoc(), "Metal has no double", "no-double");
+    return true;
+  }
+  bool VisitComplexTypeLoc(ComplexTypeLoc loc) {
+    return no(loc.getBeginLoc(), "complex numbers", "no-complex");
+  }
+  bool VisitBitIntTypeLoc(BitIntTypeLoc loc) {
+    return no(loc.getBeginLoc(), "_BitInt", "no-bitint");
+  }
+  bool VisitTemplateSpecializationTypeLoc(TemplateSpecializationTypeLoc loc) {
+    // MLX has vectors of 8.
+    auto* vector = loc.getType()->getAs<VectorType>();
+    unsigned count = vector ? vector->getNumElements() : 2;
+    if (count > 4 && count != 8 && count != 16)
+      report(loc.getBeginLoc(), "a vector has 2, 3, 4, 8 or 16 elements", "vector-size");
     return true;
   }
   bool VisitVariableArrayTypeLoc(VariableArrayTypeLoc loc) {
@@ -152,19 +149,23 @@ class Lint : public RecursiveASTVisitor<Lint> {
   }
 
   bool VisitFieldDecl(FieldDecl* field) {
-    spacesSpelt(field);
+    spaceSpelt(field->getTypeSourceInfo());
+    return true;
+  }
+  bool VisitTypedefNameDecl(TypedefNameDecl* type) {
+    spaceSpelt(type->getTypeSourceInfo());
     return true;
   }
 
   bool VisitVarDecl(VarDecl* variable) {
-    spacesSpelt(variable);
+    spaceSpelt(variable->getTypeSourceInfo(), isa<ParmVarDecl>(variable));
     if (findAttribute(variable, "static_local"))
       report(variable->getLocation(), "a variable of a function cannot be static", "no-static");
     QualType type = variable->getType();
     if (type->isDependentType() || isa<ParmVarDecl>(variable))
       return true;
     LangAS space = type.getNonReferenceType().getAddressSpace();
-    if (variable->isFileVarDecl() && !variable->isConstexpr() && space != LangAS::opencl_constant &&
+    if (variable->isFileVarDecl() && space != LangAS::opencl_constant &&
         type.getAddressSpace() != LangAS::opencl_constant)
       report(variable->getLocation(), "a program-scope variable must be 'constant'",
              "constant-scope");
@@ -176,15 +177,11 @@ class Lint : public RecursiveASTVisitor<Lint> {
     if (elementOf(type)->isSpecificBuiltinType(BuiltinType::Double))
       report(variable->getLocation(), "Metal has no double", "no-double");
     if (type.getAddressSpace() == LangAS::opencl_local && variable->isLocalVarDecl()) {
-      if (current_ && !findAttribute(current_, "kernel") && !findAttribute(current_, "msl_kernel"))
+      if (current_ && !isKernel(current_))
         report(variable->getLocation(), "a threadgroup variable outside a kernel function",
                "threadgroup-scope");
       if (current_)
         threadgroupBytes[current_] += context_.getTypeSizeInChars(type).getQuantity();
-      if (variable->getInit() && variable->getInitStyle() == VarDecl::CInit &&
-          !isa<CXXConstructExpr>(variable->getInit()))
-        report(variable->getLocation(), "a threadgroup variable takes no initialiser",
-               "threadgroup-initialiser");
     }
     return true;
   }
@@ -229,7 +226,11 @@ class Lint : public RecursiveASTVisitor<Lint> {
     }
     if (current_)
       calls[current_].insert(callee->getCanonicalDecl());
-    if (!isMetalFunction(callee))
+    if (isKernel(callee))
+      report(call->getExprLoc(), "a call of a kernel", "kernel-call");
+    // A macro of <metal_stdlib> may call what the source may not.
+    bool own = sema_.SourceMgr.isInSystemMacro(call->getBeginLoc());
+    if (!own && !isMetalFunction(callee))
       report(call->getExprLoc(), "'" + callee->getNameAsString() + "' is not a Metal function",
              "function-whitelist");
     return true;
@@ -279,6 +280,11 @@ class Lint : public RecursiveASTVisitor<Lint> {
     return no(e->getBeginLoc(), "rewritten comparisons", "cxx20");
   }
   bool VisitBinaryOperator(BinaryOperator* e) {
+    QualType left = e->getLHS()->IgnoreParenImpCasts()->getType();
+    QualType right = e->getRHS()->IgnoreParenImpCasts()->getType();
+    if (state.strict && ((left->isHalfType() && right->isBFloat16Type()) ||
+                         (left->isBFloat16Type() && right->isHalfType())))
+      report(e->getOperatorLoc(), "'half' and 'bfloat' have no common type", "bfloat-conversion");
     return e->getOpcode() != BO_Cmp || no(e->getBeginLoc(), "operator <=>", "cxx20");
   }
   bool VisitDesignatedInitExpr(DesignatedInitExpr* e) {
@@ -292,13 +298,18 @@ class Lint : public RecursiveASTVisitor<Lint> {
   }
 
   bool VisitFunctionDecl(FunctionDecl* function) {
+    if (auto loc = function->getFunctionTypeLoc())
+      spaceSpelt(loc.getReturnLoc());
     if (!function->isThisDeclarationADefinition() || function->isDependentContext())
       return true;
     if (function->isVariadic())
       no(function->getLocation(), "variadic functions", "no-variadic");
-    if (findAttribute(function, "kernel") || findAttribute(function, "msl_kernel")) {
+    if (isKernel(function)) {
       kernels.push_back(function);
-      kernelSignature(function);
+      checkSignature(function, hostName(function),
+                     [this](SourceLocation loc, const std::string& message, const char* rule) {
+                       report(loc, message, rule);
+                     });
     }
     return true;
   }
@@ -309,6 +320,14 @@ class Lint : public RecursiveASTVisitor<Lint> {
       collect(function, seen, false);
       if (seen.count(function))
         report(function->getLocation(), "recursion", "no-recursion");
+    }
+    std::map<std::string, const FunctionDecl*> names;
+    for (auto* kernel : kernels) {
+      auto [found, fresh] = names.try_emplace(shownName(kernel), kernel->getCanonicalDecl());
+      if (!fresh && found->second != kernel->getCanonicalDecl())
+        report(kernel->getPointOfInstantiation().isValid() ? kernel->getPointOfInstantiation()
+                                                           : kernel->getLocation(),
+               "two kernels named '" + found->first + "'", "kernel-name");
     }
   }
 
@@ -331,14 +350,54 @@ class Lint : public RecursiveASTVisitor<Lint> {
     return "";
   }
 
+  // The kernels, each once, with the function constants that they may read.
+  std::vector<Kernel> described() {
+    std::vector<Kernel> result;
+    std::set<std::string> seen;
+    for (auto* function : kernels) {
+      std::string name = functionName(function);
+      if (!seen.insert(name).second)
+        continue;
+      const auto* canonical = function->getCanonicalDecl();
+      std::set<const FunctionDecl*> reached;
+      collect(canonical, reached, true);
+      std::set<int> ids;
+      for (const auto* callee : reached)
+        for (const auto* constant : constants[callee])
+          ids.insert(integerArgument(findAttribute(constant, "function_constant")));
+      result.push_back({function, name, hostName(function), threadgroupBytes[canonical], ids});
+    }
+    return result;
+  }
+
  private:
+  std::string functionName(const FunctionDecl* function) {
+    std::string name;
+    llvm::raw_string_ostream stream(name);
+    function->getNameForDiagnostic(stream, manifestNames(context_), true);
+    return name;
+  }
+
+  static bool isKernel(const FunctionDecl* function) {
+    return findAttribute(function, "kernel") || findAttribute(function, "msl_kernel");
+  }
+
+  std::string shownName(const FunctionDecl* kernel) {
+    std::string name = hostName(kernel);
+    return name.empty() ? functionName(kernel) : name;
+  }
+
+  void spaceSpelt(const TypeSourceInfo* info, bool parameter = false) {
+    if (info)
+      spaceSpelt(info->getTypeLoc(), parameter);
+  }
+
   // A pointer's or reference's address space must be written out, `thread` included. That one is no
   // type here, so the source text is looked at.
-  void spacesSpelt(DeclaratorDecl* decl) {
-    auto* info = decl->getTypeSourceInfo();
-    if (!info || info->getType()->getContainedDeducedType())
+  void spaceSpelt(TypeLoc written, bool parameter = false) {
+    if (written.getType()->getContainedDeducedType())
       return;
-    TypeLoc loc = info->getTypeLoc().getUnqualifiedLoc();
+    TypeLoc loc = written.getUnqualifiedLoc();
     SourceLocation end;
     QualType target;
     if (auto pointer = loc.getAs<PointerTypeLoc>()) {
@@ -347,13 +406,13 @@ class Lint : public RecursiveASTVisitor<Lint> {
     } else if (auto reference = loc.getAs<ReferenceTypeLoc>()) {
       end = reference.getSigilLoc();
       target = reference.getPointeeLoc().getType();
-    } else if (auto array = loc.getAs<ArrayTypeLoc>(); array && isa<ParmVarDecl>(decl)) {
+    } else if (auto array = loc.getAs<ArrayTypeLoc>(); array && parameter) {
       end = array.getLBracketLoc();
       target = array.getElementLoc().getType();
     } else {
       return;
     }
-    SourceLocation begin = decl->getOuterLocStart();
+    SourceLocation begin = written.getBeginLoc();
     if (target.getAddressSpace() != LangAS::Default || target->isFunctionType())
       return;
     if (begin.isInvalid() || end.isInvalid() || begin.isMacroID() || end.isMacroID())
@@ -438,47 +497,6 @@ class Lint : public RecursiveASTVisitor<Lint> {
     return type.getAsString(context_.getPrintingPolicy());
   }
 
-  void kernelSignature(FunctionDecl* function) {
-    if (!function->getReturnType()->isVoidType())
-      report(function->getLocation(), "a kernel returns void", "kernel-signature");
-    if (state.strict && function->isTemplateInstantiation() && hostName(function).empty())
-      report(function->getPointOfInstantiation(),
-             "an instantiated kernel needs [[host_name(\"...\")]]", "host-name");
-    std::set<int> buffers;
-    for (auto* parameter : function->parameters()) {
-      QualType type = parameter->getType();
-      SourceLocation loc = parameter->getLocation();
-      if (const auto* attribute = findAttribute(parameter, "buffer")) {
-        int index = integerArgument(attribute);
-        if (index < 0 || index > 30)
-          report(loc, "a buffer index must be 0 to 30", "kernel-signature");
-        else if (!buffers.insert(index).second)
-          report(loc, "buffer index used twice", "kernel-signature");
-      }
-      if (isIndirect(type)) {
-        if (type->getPointeeType().getAddressSpace() == LangAS::Default)
-          report(loc, "a kernel's pointer or reference needs device, constant or threadgroup",
-                 "kernel-signature");
-        if (type->getPointeeType()->isPointerType())
-          report(loc, "a kernel takes no pointer to a pointer", "kernel-signature");
-        continue;
-      }
-      std::string builtin = builtinOf(parameter);
-      if (builtin.empty()) {
-        report(loc, "a kernel parameter needs an address space or an attribute",
-               "kernel-signature");
-        continue;
-      }
-      auto* vector = type->getAs<VectorType>();
-      if (vector && !kBuiltins.at(builtin))
-        report(loc, "[[" + builtin + "]] is a scalar", "kernel-signature");
-      QualType element = vector ? vector->getElementType() : type;
-      if (!element->isSpecificBuiltinType(BuiltinType::UInt) &&
-          !element->isSpecificBuiltinType(BuiltinType::UShort))
-        report(loc, "[[" + builtin + "]] must be ushort or uint", "kernel-signature");
-    }
-  }
-
   Sema& sema_;
   ASTContext& context_;
   unsigned diagnostic_;
@@ -486,97 +504,13 @@ class Lint : public RecursiveASTVisitor<Lint> {
   std::set<std::pair<unsigned, std::string>> seen_;
 };
 
-using llvm::json::Array;
-using llvm::json::Object;
-
-Object describe(const ParmVarDecl* parameter, ASTContext& context, const PrintingPolicy& policy) {
-  QualType type = parameter->getType().getCanonicalType();
-  bool indirect = isIndirect(type);
-  QualType value = indirect ? type->getPointeeType() : type;
-  LangAS space = indirect ? value.getAddressSpace() : LangAS::Default;
-  Object result{
-      {"name", parameter->getName().str()},
-      {"builtin", builtinOf(parameter)},
-      {"space", space == LangAS::opencl_global     ? "device"
-                : space == LangAS::opencl_constant ? "constant"
-                : space == LangAS::opencl_local    ? "threadgroup"
-                                                   : ""},
-      {"reference", type->isReferenceType()},
-      {"const", value.isConstQualified()},
-      {"type", context.removeAddrSpaceQualType(value).getUnqualifiedType().getAsString(policy)},
-      {"size", value->isIncompleteType()
-                   ? 0
-                   : static_cast<int64_t>(context.getTypeSizeInChars(value).getQuantity())}};
-  if (const auto* attribute = findAttribute(parameter, "buffer"))
-    result["index"] = integerArgument(attribute);
-  if (const auto* attribute = findAttribute(parameter, "threadgroup"))
-    result["index"] = integerArgument(attribute);
-  if (const auto* attribute = findAttribute(parameter, "function_constant"))
-    result["condition"] = argument(attribute);
-  return result;
-}
-
-void writeManifest(Sema& sema, Lint& lint) {
-  ASTContext& context = sema.Context;
-  PrintingPolicy policy(context.getLangOpts());
-  policy.SuppressTagKeyword = policy.FullyQualifiedName = policy.PrintCanonicalTypes = true;
-  policy.Bool = true;
-  Array kernels, constants;
-  std::set<std::string> seen;
-  for (auto* function : lint.kernels) {
-    std::string name;
-    llvm::raw_string_ostream stream(name);
-    function->getNameForDiagnostic(stream, policy, true);
-    if (!seen.insert(name).second)
-      continue;
-    Array parameters;
-    for (auto* parameter : function->parameters())
-      parameters.push_back(describe(parameter, context, policy));
-    std::set<const FunctionDecl*> reached;
-    const auto* canonical = function->getCanonicalDecl();
-    lint.collect(canonical, reached, true);
-    std::set<int> ids;
-    for (const auto* callee : reached)
-      for (const auto* constant : lint.constants[callee])
-        ids.insert(integerArgument(findAttribute(constant, "function_constant")));
-    auto place = sema.SourceMgr.getPresumedLoc(function->getLocation());
-    Object kernel{{"function", name},
-                  {"name", lint.hostName(function)},
-                  {"file", place.getFilename()},
-                  {"line", place.getLine()},
-                  {"threadgroup_bytes", static_cast<int64_t>(lint.threadgroupBytes[canonical])},
-                  {"parameters", std::move(parameters)},
-                  {"constants", Array(ids)}};
-    if (const auto* limit = findAttribute(function, "max_total_threads_per_threadgroup"))
-      kernel["max_threads"] = integerArgument(limit);
-    kernels.push_back(std::move(kernel));
-  }
-  for (auto* constant : state.constants)
-    constants.push_back(
-        Object{{"name", constant->getName().str()},
-               {"id", integerArgument(findAttribute(constant, "function_constant"))},
-               {"type", context.removeAddrSpaceQualType(constant->getType())
-                            .getUnqualifiedType()
-                            .getAsString(policy)}});
-  std::error_code error;
-  llvm::raw_fd_ostream out(state.manifest, error);
-  if (error) {
-    sema.Diag(SourceLocation(),
-              sema.Diags.getCustomDiagID(DiagnosticsEngine::Error, "cannot write %0: %1"))
-        << state.manifest << error.message();
-    return;
-  }
-  out << llvm::formatv("{0:2}\n", llvm::json::Value(Object{{"kernels", std::move(kernels)},
-                                                           {"constants", std::move(constants)}}));
-}
-
 }  // namespace
 
 void checkAndDescribe(Sema& sema) {
   Lint lint(sema);
   lint.TraverseDecl(sema.Context.getTranslationUnitDecl());
   lint.finish();
-  writeManifest(sema, lint);
+  writeManifest(sema, lint.described());
 }
 
 }  // namespace msl

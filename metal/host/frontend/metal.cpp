@@ -35,6 +35,10 @@ std::string argument(const AnnotateAttr* attribute) {
 
 int integerArgument(const AnnotateAttr* attribute) {
   int value = -1;
+  // What depended on a template's parameters, once they are known.
+  if (attribute && attribute->args_size())
+    if (auto* known = dyn_cast<ConstantExpr>(*attribute->args_begin()))
+      return static_cast<int>(known->getResultAsAPSInt().getExtValue());
   if (StringRef(argument(attribute)).getAsInteger(10, value))
     return -1;
   return value;
@@ -60,9 +64,11 @@ class SpaceCopies {
   void add() {
     if (record_->isDependentContext() || record_->isLambda() || record_->isInvalidDecl())
       return;
-    if (!record_->hasTrivialCopyConstructor() && !record_->needsImplicitCopyConstructor())
+    if (record_->hasUserDeclaredCopyConstructor() || record_->hasUserDeclaredCopyAssignment()) {
+      defaultInThreadgroup();
       return;
-    if (record_->hasUserDeclaredCopyConstructor() || record_->hasUserDeclaredCopyAssignment())
+    }
+    if (!record_->hasTrivialCopyConstructor() && !record_->needsImplicitCopyConstructor())
       return;
     // The five implicit members come first: a copy constructor declared later would suppress them.
     if (record_->needsImplicitDefaultConstructor())
@@ -78,9 +84,10 @@ class SpaceCopies {
     for (LangAS source : kSpaces)
       if (source != LangAS::Default)
         constructor(reference(source, true), LangAS::Default, ConstexprSpecKind::Constexpr);
-    // An array of trivial objects may live in threadgroup memory.
-    if (record_->hasTrivialDefaultConstructor())
-      constructor(QualType(), LangAS::opencl_local, ConstexprSpecKind::Unspecified);
+    defaultInThreadgroup();
+    for (auto* method : record_->methods())
+      if (method->isCopyAssignmentOperator() || method->isMoveAssignmentOperator())
+        preferForThread(method);
     for (LangAS target : {LangAS::Default, LangAS::opencl_global, LangAS::opencl_local})
       for (LangAS source : kSpaces)
         if (target != LangAS::Default || source != LangAS::Default)
@@ -88,6 +95,18 @@ class SpaceCopies {
   }
 
  private:
+  // An array of trivial objects may live in threadgroup memory.
+  void defaultInThreadgroup() {
+    if (record_->hasTrivialDefaultConstructor())
+      constructor(QualType(), LangAS::opencl_local, ConstexprSpecKind::Unspecified);
+  }
+
+  // clang lets a thread object call a device method; enable_if breaks that tie.
+  void preferForThread(CXXMethodDecl* method) {
+    method->addAttr(EnableIfAttr::CreateImplicit(
+        context_, CXXBoolLiteralExpr::Create(context_, true, context_.BoolTy, loc_), ""));
+  }
+
   QualType reference(LangAS space, bool constant) {
     QualType type = constant ? type_.withConst() : type_;
     if (space != LangAS::Default)
@@ -138,10 +157,8 @@ class SpaceCopies {
     auto* method = CXXMethodDecl::Create(context_, record_, loc_, {name, loc_}, type,
                                          context_.getTrivialTypeSourceInfo(type, loc_), SC_None,
                                          false, true, ConstexprSpecKind::Unspecified, loc_);
-    // clang lets a thread object call a device method; enable_if breaks that tie.
     if (target == LangAS::Default)
-      method->addAttr(EnableIfAttr::CreateImplicit(
-          context_, CXXBoolLiteralExpr::Create(context_, true, context_.BoolTy, loc_), ""));
+      preferForThread(method);
     finish(method, parameter);
   }
 
@@ -202,127 +219,6 @@ struct Consumer : SemaConsumer {
   }
 };
 
-// ---- Tokens that clang's C++ parser would not take as they are.
-class Tokens {
- public:
-  Tokens(Preprocessor& preprocessor, LangOptions& options)
-      : preprocessor_(preprocessor), options_(options) {}
-
-  void operator()(const Token& read) {
-    Token& token = const_cast<Token&>(read);
-    kernelKeyword(token);
-    instantiationAttributes(token);
-    arrayParameter(token);
-    methodQualifier(token);
-    last_ = token;
-  }
-
- private:
-  void insert(std::initializer_list<Token> tokens) {
-    auto copy = std::make_unique<Token[]>(tokens.size());
-    std::copy(tokens.begin(), tokens.end(), copy.get());
-    preprocessor_.EnterTokenStream(std::move(copy), tokens.size(), true, true);
-  }
-
-  static Token punctuation(Token like, tok::TokenKind kind) {
-    like.setIdentifierInfo(nullptr);
-    like.setKind(kind);
-    like.setLength(1);
-    return like;
-  }
-
-  void toAttribute(Token& token) {
-    token.setKind(tok::kw___attribute);
-    token.setIdentifierInfo(preprocessor_.getIdentifierInfo("__attribute__"));
-  }
-
-  // `kernel void f(...)` becomes `__attribute__((msl_kernel)) void f(...)`.
-  void kernelKeyword(Token& token) {
-    if (last_.isOneOf(tok::l_square, tok::l_paren, tok::comma))
-      return;
-    if (!token.is(tok::identifier) ||
-        token.getIdentifierInfo() != preprocessor_.getIdentifierInfo("kernel"))
-      return;
-    Token open = punctuation(token, tok::l_paren), close = punctuation(token, tok::r_paren);
-    Token name = token;
-    name.setIdentifierInfo(preprocessor_.getIdentifierInfo("msl_kernel"));
-    toAttribute(token);
-    insert({open, open, name, close, close});
-  }
-
-  // `template [[host_name("x")]] [[kernel]] ...`: an explicit instantiation takes GNU attributes
-  // only, so [[a]] becomes __attribute__((a)) after `template`.
-  void instantiationAttributes(Token& token) {
-    switch (rewriting_) {
-      case Outside:
-        if (token.is(tok::kw_template))
-          rewriting_ = AfterTemplate;
-        break;
-      case AfterTemplate:
-        if (token.is(tok::l_square)) {
-          toAttribute(token);
-          rewriting_ = SecondOpen;
-        } else if (!token.is(tok::kw_template)) {
-          rewriting_ = Outside;
-        }
-        break;
-      case SecondOpen:
-        token.setKind(tok::l_paren);
-        insert({punctuation(token, tok::l_paren)});
-        rewriting_ = Inside;
-        depth_ = 0;
-        break;
-      case Inside:
-        if (token.is(tok::l_paren))
-          ++depth_;
-        if (token.is(tok::r_paren))
-          --depth_;
-        if (depth_ == 0 && token.is(tok::r_square)) {
-          token.setKind(tok::r_paren);
-          rewriting_ = SecondClose;
-        }
-        break;
-      case SecondClose:
-        token.setKind(tok::r_paren);
-        rewriting_ = AfterTemplate;
-        break;
-    }
-  }
-
-  // `constant const int* a[2]` as a parameter: only OpenCL gives an array parameter a space.
-  void arrayParameter(const Token& token) {
-    if (token.isOneOf(tok::kw___global, tok::kw___local, tok::kw___constant))
-      spaced_ = true;
-    options_.OpenCL = spaced_ && after_bracket_ && token.isOneOf(tok::comma, tok::r_paren);
-    if (token.isOneOf(tok::comma, tok::l_paren, tok::semi))
-      spaced_ = false;
-    after_bracket_ = token.is(tok::r_square) && !last_.is(tok::r_square);
-  }
-
-  // `f() const device`: clang reads a space after a parameter list only as OpenCL C++, so that mode
-  // is on for just those tokens (elsewhere it would put temporaries into __private).
-  void methodQualifier(const Token& token) {
-    bool space = token.isOneOf(tok::kw___global, tok::kw___local, tok::kw___constant);
-    bool qualifier = space || token.isOneOf(tok::kw_const, tok::kw_volatile, tok::kw_noexcept);
-    if (space && after_parameters_) {
-      open_ = true;
-      since_ = 0;
-      options_.OpenCLCPlusPlus = 1;
-    } else if (open_ && !qualifier && ++since_ == 2) {
-      open_ = false;
-      options_.OpenCLCPlusPlus = 0;
-    }
-    after_parameters_ = token.is(tok::r_paren) || (after_parameters_ && qualifier);
-  }
-
-  Preprocessor& preprocessor_;
-  LangOptions& options_;
-  Token last_{};
-  enum { Outside, AfterTemplate, SecondOpen, Inside, SecondClose } rewriting_ = Outside;
-  int depth_ = 0, since_ = 0;
-  bool after_bracket_ = false, spaced_ = false, after_parameters_ = false, open_ = false;
-};
-
 // The map from language to machine address spaces is a protected member.
 struct TargetSpaces : TargetInfo {
   static const LangASMap*& of(TargetInfo& target) {
@@ -363,7 +259,7 @@ struct Action : PluginASTAction {
     names.get("__local", tok::kw___local);
     names.get("__constant", tok::kw___constant);
     names.get("constant", tok::kw___constant);
-    preprocessor.setTokenWatcher(Tokens(preprocessor, options));
+    preprocessor.setTokenWatcher(tokenWatcher(preprocessor, options));
     state.gpu = compiler.getTarget().getTriple().isNVPTX();
     if (state.gpu) {
       // `constant` is the generic space on a GPU: a buffer (global memory) or a kernel parameter.
@@ -393,9 +289,17 @@ struct MslAttribute : ParsedAttrInfo {
     if (name == "__local")
       name = "threadgroup";
     std::string text = ("msl." + name).str();
-    if (attr.getNumArgs())
+    Expr* late = nullptr;  // instantiated with the template
+    if (attr.getNumArgs() && !attr.isArgIdent(0) && attr.getArgAsExpr(0)->isValueDependent())
+      late = attr.getArgAsExpr(0);
+    else if (attr.getNumArgs())
       text += ":" + argumentText(sema, attr);
-    decl->addAttr(AnnotateAttr::Create(sema.Context, text, nullptr, 0, attr.getRange()));
+    decl->addAttr(AnnotateAttr::Create(sema.Context, text, &late, late ? 1 : 0, attr.getRange()));
+    if (name == "initialised" && !isa<ParenExpr>(attr.getArgAsExpr(0)))
+      sema.Diag(attr.getLoc(),
+                sema.Diags.getCustomDiagID(
+                    DiagnosticsEngine::Error,
+                    "a threadgroup variable takes no value but {0} [threadgroup-initialiser]"));
     if (name == "function_constant")
       if (auto* variable = dyn_cast<VarDecl>(decl); variable && !isa<ParmVarDecl>(variable))
         functionConstant(sema, variable);
@@ -413,14 +317,15 @@ struct MslAttribute : ParsedAttrInfo {
     if (auto* reference = dyn_cast<DeclRefExpr>(expr);
         reference && findAttribute(reference->getDecl(), "function_constant"))
       return reference->getDecl()->getName().str();
-    if (!expr->isValueDependent() && expr->EvaluateAsInt(result, sema.Context))
+    if (expr->EvaluateAsInt(result, sema.Context))
       return std::to_string(result.Val.getInt().getExtValue());
     if (auto* reference = dyn_cast<DeclRefExpr>(expr))
       return reference->getDecl()->getName().str();
     return "";
   }
 
-  // A function constant becomes a static with a literal initialiser, so it folds as on Metal.
+  // A function constant becomes a static with a literal initialiser, so it folds as on Metal. While
+  // checking it has none: it is no constant expression.
   static void functionConstant(Sema& sema, VarDecl* variable) {
     ASTContext& context = sema.Context;
     SourceLocation loc = variable->getLocation();
@@ -430,29 +335,35 @@ struct MslAttribute : ParsedAttrInfo {
     auto found = state.values.find(integerArgument(findAttribute(variable, "function_constant")));
     // A launch is refused while a constant that its kernel uses has no value.
     std::string value = found == state.values.end() ? "0" : found->second;
-    variable->setStorageClass(SC_Static);
+    bool generating = state.manifest.empty();
+    variable->setConstexpr(false);
+    Expr* init = nullptr;
     if (type->isBooleanType())
-      variable->setInit(CXXBoolLiteralExpr::Create(context, value != "0", context.BoolTy, loc));
+      init = CXXBoolLiteralExpr::Create(context, value != "0", context.BoolTy, loc);
     else if (type->isIntegerType())
-      variable->setInit(IntegerLiteral::Create(
+      init = IntegerLiteral::Create(
           context, llvm::APInt(context.getTypeSize(type), std::strtoll(value.c_str(), nullptr, 10)),
-          type, loc));
+          type, loc);
     else if (type->isSpecificBuiltinType(BuiltinType::Float))
-      variable->setInit(FloatingLiteral::Create(
-          context, llvm::APFloat(std::strtof(value.c_str(), nullptr)), true, type, loc));
+      init = FloatingLiteral::Create(context, llvm::APFloat(std::strtof(value.c_str(), nullptr)),
+                                     true, type, loc);
     else
       sema.Diag(loc,
                 sema.Diags.getCustomDiagID(
                     DiagnosticsEngine::Error,
                     "function constants here are bool, integers or float [function-constant]"));
+    variable->setStorageClass(generating ? SC_Static : SC_Extern);
+    if (generating && init)
+      variable->setInit(init);
     // is_function_constant_defined(NAME) reads this sibling.
     auto* defined = VarDecl::Create(
         context, variable->getDeclContext(), loc, loc,
         &context.Idents.get(("__msl_defined_" + variable->getName()).str()),
         context.getAddrSpaceQualType(context.BoolTy.withConst(), LangAS::opencl_constant), nullptr,
-        SC_Static);
-    defined->setInit(
-        CXXBoolLiteralExpr::Create(context, found != state.values.end(), context.BoolTy, loc));
+        generating ? SC_Static : SC_Extern);
+    if (generating)
+      defined->setInit(
+          CXXBoolLiteralExpr::Create(context, found != state.values.end(), context.BoolTy, loc));
     defined->setImplicit();
     sema.PushOnScopeChains(defined, sema.TUScope);
   }
@@ -469,6 +380,7 @@ struct MslAttribute : ParsedAttrInfo {
   static ParsedAttrInfoRegistry::Add<Attribute_##NAME> registration_##NAME(#NAME, "");
 ATTRIBUTE(kernel)
 ATTRIBUTE(msl_kernel)
+ATTRIBUTE(msl_initialised)
 ATTRIBUTE(buffer)
 ATTRIBUTE(__local)  // [[threadgroup(n)]], where `threadgroup` is a macro for __local
 ATTRIBUTE(host_name)

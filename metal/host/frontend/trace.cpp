@@ -1,10 +1,12 @@
 // LLVM pass, in the same plugin file: source positions for synchronising calls in every build; in a
-// checked build also a call before each access to device, constant and threadgroup memory, branch
-// counters, and red zones around threadgroup variables.
+// checked build also a call before each access to device, constant and threadgroup memory and to
+// thread arrays, before each division of integers, branch counters, and red zones around variables.
 #include <map>
 #include <string>
 #include <vector>
 
+#include "llvm/Analysis/ValueTracking.h"
+#include "llvm/Demangle/Demangle.h"
 #include "llvm/IR/DebugInfoMetadata.h"
 #include "llvm/IR/IRBuilder.h"
 #include "llvm/IR/InstIterator.h"
@@ -13,6 +15,7 @@
 #include "llvm/IR/Module.h"
 #include "llvm/Passes/PassBuilder.h"
 #include "llvm/Passes/PassPlugin.h"
+#include "llvm/Transforms/Utils/BasicBlockUtils.h"
 
 using namespace llvm;
 
@@ -20,6 +23,7 @@ namespace {
 
 constexpr unsigned kDevice = 1, kConstant = 2, kThreadgroup = 3;  // -ffake-address-space-map
 constexpr unsigned kStore = 1, kAtomic = 2, kThreadgroupAccess = 4, kUpdate = kStore | kAtomic | 8;
+constexpr unsigned kConstantAccess = 16, kAlignShift = 8;
 constexpr uint64_t kRedZone = 256;
 
 bool isChecked(const Module& module) {
@@ -109,6 +113,57 @@ class Sites {
   std::map<std::string, Constant*> sites_, texts_;
 };
 
+// A variable with room behind it that nothing may touch.
+GlobalVariable* withRedZone(Module& module, GlobalVariable* old) {
+  auto& context = module.getContext();
+  auto* zone = ArrayType::get(Type::getInt8Ty(context), kRedZone);
+  auto* type = StructType::get(context, {old->getValueType(), zone});
+  auto* value = ConstantStruct::get(type, {old->getInitializer(), Constant::getNullValue(zone)});
+  auto* grown = new GlobalVariable(module, type, old->isConstant(), old->getLinkage(), value, "",
+                                   old, old->getThreadLocalMode(), old->getAddressSpace());
+  grown->takeName(old);
+  grown->setAlignment(Align(kRedZone));
+  old->replaceAllUsesWith(grown);
+  old->eraseFromParent();
+  return grown;
+}
+
+// { name, bytes, function that returns the address } of each, as `symbol` and `symbol`_count.
+class VariableTable {
+ public:
+  VariableTable(Module& module, Sites& sites) : module_(module), sites_(sites) {}
+
+  void add(GlobalVariable* variable, StringRef name, uint64_t bytes) {
+    auto* getter = Function::Create(FunctionType::get(pointer_, false),
+                                    GlobalValue::InternalLinkage, "__msl_address", module_);
+    IRBuilder<> builder(BasicBlock::Create(module_.getContext(), "", getter));
+    Value* address = variable;
+    if (variable->isThreadLocal())
+      address = builder.CreateThreadLocalAddress(variable);
+    builder.CreateRet(builder.CreateAddrSpaceCast(address, pointer_));
+    entries_.push_back(
+        ConstantStruct::get(entry_, {sites_.text(name), ConstantInt::get(size_, bytes), getter}));
+  }
+
+  void write(const std::string& symbol) {
+    if (entries_.empty())
+      return;
+    auto* type = ArrayType::get(entry_, entries_.size());
+    new GlobalVariable(module_, type, true, GlobalValue::ExternalLinkage,
+                       ConstantArray::get(type, entries_), symbol + "s");
+    new GlobalVariable(module_, size_, true, GlobalValue::ExternalLinkage,
+                       ConstantInt::get(size_, entries_.size()), symbol + "_count");
+  }
+
+ private:
+  Module& module_;
+  Sites& sites_;
+  PointerType* pointer_ = PointerType::get(module_.getContext(), 0);
+  IntegerType* size_ = Type::getInt64Ty(module_.getContext());
+  StructType* entry_ = StructType::get(module_.getContext(), {pointer_, size_, pointer_});
+  std::vector<Constant*> entries_;
+};
+
 // Before optimisation.
 struct Early : PassInfoMixin<Early> {
   PreservedAnalyses run(Module& module, ModuleAnalysisManager&) {
@@ -141,36 +196,21 @@ struct Early : PassInfoMixin<Early> {
         variables.push_back(&global);
     if (variables.empty())
       return;
-    auto& context = module.getContext();
-    auto* pointer = PointerType::get(context, 0);
-    auto* size = Type::getInt64Ty(context);
-    auto* entry = StructType::get(context, {pointer, size, pointer});
     Sites sites(module);
-    std::vector<Constant*> table;
+    VariableTable table(module, sites);
     for (auto* variable : variables) {
       uint64_t bytes = module.getDataLayout().getTypeAllocSize(variable->getValueType());
-      if (isChecked(module))
+      if (isChecked(module)) {
+        variable->setInitializer(Constant::getNullValue(variable->getValueType()));
         variable = withRedZone(module, variable);
+      }
       variable->setLinkage(GlobalValue::ExternalLinkage);
       variable->setVisibility(GlobalValue::HiddenVisibility);
       variable->setDSOLocal(true);
-      if (!isChecked(module))
-        continue;
-      auto* getter = Function::Create(FunctionType::get(pointer, false),
-                                      GlobalValue::InternalLinkage, "__msl_address", module);
-      IRBuilder<> builder(BasicBlock::Create(context, "", getter));
-      auto* address = builder.CreateThreadLocalAddress(variable);
-      builder.CreateRet(builder.CreateAddrSpaceCast(address, pointer));
-      table.push_back(ConstantStruct::get(entry, {sites.text(localName(variable->getName())),
-                                                  ConstantInt::get(size, bytes), getter}));
+      if (isChecked(module))
+        table.add(variable, localName(variable->getName()), bytes);
     }
-    if (table.empty())
-      return;
-    auto* type = ArrayType::get(entry, table.size());
-    new GlobalVariable(module, type, true, GlobalValue::ExternalLinkage,
-                       ConstantArray::get(type, table), "__msl_threadgroup_variables");
-    new GlobalVariable(module, size, true, GlobalValue::ExternalLinkage,
-                       ConstantInt::get(size, table.size()), "__msl_threadgroup_variable_count");
+    table.write("__msl_threadgroup_variable");
   }
 
   // A local static's mangled name ends in E<length><name>, and sometimes a number.
@@ -182,21 +222,6 @@ struct Early : PassInfoMixin<Early> {
         return rest.take_front(length);
     }
     return mangled;
-  }
-
-  static GlobalVariable* withRedZone(Module& module, GlobalVariable* old) {
-    auto& context = module.getContext();
-    auto* zone = ArrayType::get(Type::getInt8Ty(context), kRedZone);
-    auto* type = StructType::get(context, {old->getValueType(), zone});
-    auto* grown =
-        new GlobalVariable(module, type, false, GlobalValue::ExternalLinkage, UndefValue::get(type),
-                           "", old, old->getThreadLocalMode(), old->getAddressSpace());
-    grown->setInitializer(Constant::getNullValue(type));
-    grown->takeName(old);
-    grown->setAlignment(Align(kRedZone));
-    old->replaceAllUsesWith(grown);
-    old->eraseFromParent();
-    return grown;
   }
 
   // One call for each conditional branch of the user's source; Late turns those that optimisation
@@ -241,16 +266,20 @@ struct Early : PassInfoMixin<Early> {
 struct Late : PassInfoMixin<Late> {
   PreservedAnalyses run(Module& module, ModuleAnalysisManager&) {
     Sites sites(module);
-    for (const char* name :
-         {"__msl_threadgroup_barrier", "__msl_simdgroup_barrier", "__msl_exchange"})
+    for (const char* name : {"__msl_threadgroup_barrier", "__msl_simdgroup_barrier",
+                             "__msl_exchange", "__msl_uninitialised", "__msl_index"})
       if (auto* function = module.getFunction(name))
         for (auto* user : function->users())
           if (auto* call = dyn_cast<CallInst>(user))
             call->setArgOperand(call->arg_size() - 1, sites.of(*call));
     if (isChecked(module)) {
       counters(module);
-      for (auto& function : module)
+      constants(module, sites);
+      for (auto& function : module) {
         accesses(function, sites);
+        divisions(function, sites);
+        unwritten(function, sites);
+      }
     }
     return PreservedAnalyses::none();
   }
@@ -301,11 +330,114 @@ struct Late : PassInfoMixin<Late> {
                        ConstantInt::get(count, table.size()), "__msl_branch_count");
   }
 
+  // Tables of `constant` values at program scope that optimisation left.
+  static void constants(Module& module, Sites& sites) {
+    std::vector<GlobalVariable*> found;
+    for (auto& global : module.globals())
+      if (global.getAddressSpace() == kConstant && global.hasInitializer())
+        found.push_back(&global);
+    VariableTable table(module, sites);
+    for (auto* variable : found) {
+      uint64_t bytes = module.getDataLayout().getTypeAllocSize(variable->getValueType());
+      std::string name = demangle(variable->getName());
+      table.add(withRedZone(module, variable), name, bytes);
+    }
+    table.write("__msl_constant");
+  }
+
+  // A divisor of 0, or of -1 under the least integer, ends a process; it is reported and becomes 1.
+  static void divisions(Function& function, Sites& sites) {
+    auto& module = *function.getParent();
+    auto& context = module.getContext();
+    auto* word = Type::getInt32Ty(context);
+    auto* wide = Type::getInt64Ty(context);
+    std::vector<BinaryOperator*> found;
+    for (auto& i : instructions(function))
+      if (auto* binary = dyn_cast<BinaryOperator>(&i))
+        if (binary->isIntDivRem() && !isa<Constant>(binary->getOperand(1)) &&
+            binary->getType()->getScalarSizeInBits() <= 64)
+          found.push_back(binary);
+    auto callee = module.getOrInsertFunction("__msl_divisor", wide, wide, wide, word,
+                                             PointerType::get(context, 0));
+    for (auto* binary : found) {
+      IRBuilder<> builder(binary);
+      bool isSigned =
+          binary->getOpcode() == Instruction::SDiv || binary->getOpcode() == Instruction::SRem;
+      auto* type = binary->getType();
+      unsigned bits = type->getScalarSizeInBits();
+      auto safe = [&](Value* dividend, Value* divisor) {
+        auto* call =
+            builder.CreateCall(callee, {builder.CreateIntCast(dividend, wide, isSigned),
+                                        builder.CreateIntCast(divisor, wide, isSigned),
+                                        builder.getInt32(isSigned ? bits : 0), sites.of(*binary)});
+        call->setDebugLoc(binary->getDebugLoc());
+        return builder.CreateTrunc(call, divisor->getType());
+      };
+      Value *dividend = binary->getOperand(0), *divisor = binary->getOperand(1);
+      if (auto* vector = dyn_cast<FixedVectorType>(type))
+        for (unsigned i = 0; i < vector->getNumElements(); ++i)
+          divisor = builder.CreateInsertElement(divisor,
+                                                safe(builder.CreateExtractElement(dividend, i),
+                                                     builder.CreateExtractElement(divisor, i)),
+                                                i);
+      else
+        divisor = safe(dividend, divisor);
+      binary->setOperand(1, divisor);
+    }
+  }
+
+  // Whether a value only moves from memory that threads share, where any bits may lie.
+  static bool isMoved(Value* value, unsigned depth = 4) {
+    if (auto* load = dyn_cast<LoadInst>(value))
+      return load->getPointerAddressSpace() != 0;
+    if (!depth || !isa<PHINode, SelectInst, CastInst, ExtractElementInst, InsertElementInst,
+                       ShuffleVectorInst>(value))
+      return false;
+    if (isa<CastInst>(value) && !isa<BitCastInst>(value))
+      return false;
+    for (auto& operand : cast<Instruction>(value)->operands())
+      if (operand->getType()->isFPOrFPVectorTy() && !isa<Constant>(operand) &&
+          !isMoved(operand, depth - 1))
+        return false;
+    return true;
+  }
+
+  // A thread's variable that nothing has written is a NaN with all bits set, and so is what is
+  // computed from it; a store of one to memory that threads share is reported.
+  static void unwritten(Function& function, Sites& sites) {
+    auto& module = *function.getParent();
+    auto& context = module.getContext();
+    std::vector<StoreInst*> found;
+    for (auto& i : instructions(function))
+      if (auto* store = dyn_cast<StoreInst>(&i))
+        if (store->getPointerAddressSpace() != 0 &&
+            store->getValueOperand()->getType()->isFPOrFPVectorTy() &&
+            !isMoved(store->getValueOperand()))
+          found.push_back(store);
+    auto callee = module.getOrInsertFunction("__msl_uninitialised", Type::getVoidTy(context),
+                                             PointerType::get(context, 0));
+    for (auto* store : found) {
+      IRBuilder<> builder(store);
+      auto* value = store->getValueOperand();
+      auto* type = value->getType();
+      unsigned bits = type->getScalarSizeInBits();
+      auto* integers = type->getWithNewType(builder.getIntNTy(bits));
+      auto* top = builder.CreateLShr(builder.CreateBitCast(value, integers), bits - 16);
+      auto* all = builder.CreateICmpEQ(top, ConstantInt::get(integers, 0xffff));
+      if (type->isVectorTy())
+        all = builder.CreateOrReduce(all);
+      auto* then = SplitBlockAndInsertIfThen(all, store, false);
+      auto* call = CallInst::Create(callee, {sites.of(*store)}, "", then->getIterator());
+      call->setDebugLoc(store->getDebugLoc());
+    }
+  }
+
   struct Access {
     Instruction* instruction;
     unsigned operand;
     Value* size;
     unsigned flags;
+    AllocaInst* array;  // a thread's own
   };
 
   static void accesses(Function& function, Sites& sites) {
@@ -315,44 +447,88 @@ struct Late : PassInfoMixin<Late> {
     auto* word = Type::getInt32Ty(context);
     auto* pointer = PointerType::get(context, 0);
     std::vector<Access> found;
-    auto add = [&](Instruction& i, unsigned operand, Value* size, unsigned flags) {
-      unsigned space = i.getOperand(operand)->getType()->getPointerAddressSpace();
-      if (space != kDevice && space != kConstant && space != kThreadgroup)
-        return;
-      found.push_back(
-          {&i, operand, size, flags | (space == kThreadgroup ? kThreadgroupAccess : 0)});
+    auto add = [&](Instruction& i, unsigned operand, Value* size, MaybeAlign align,
+                   unsigned flags) {
+      auto* address = i.getOperand(operand);
+      unsigned space = address->getType()->getPointerAddressSpace();
+      if (space == kDevice || space == kConstant || space == kThreadgroup) {
+        flags |= space == kThreadgroup ? kThreadgroupAccess
+                 : space == kConstant  ? kConstantAccess
+                                       : 0;
+        flags |= static_cast<unsigned>(align.valueOrOne().value()) << kAlignShift;
+        found.push_back({&i, operand, size, flags, nullptr});
+      } else if (auto* array = overrun(address, size, layout)) {
+        found.push_back({&i, operand, size, flags, array});
+      }
     };
     auto fixed = [&](Type* type) { return ConstantInt::get(word, layout.getTypeStoreSize(type)); };
     for (auto& i : instructions(function)) {
       if (auto* load = dyn_cast<LoadInst>(&i)) {
-        add(i, 0, fixed(load->getType()), load->isAtomic() ? kAtomic : 0);
+        add(i, 0, fixed(load->getType()), load->getAlign(), load->isAtomic() ? kAtomic : 0);
       } else if (auto* store = dyn_cast<StoreInst>(&i)) {
-        add(i, 1, fixed(store->getValueOperand()->getType()),
+        add(i, 1, fixed(store->getValueOperand()->getType()), store->getAlign(),
             kStore | (store->isAtomic() ? kAtomic : 0));
       } else if (auto* update = dyn_cast<AtomicRMWInst>(&i)) {
-        add(i, 0, fixed(update->getType()), kUpdate);
+        add(i, 0, fixed(update->getType()), update->getAlign(), kUpdate);
       } else if (auto* exchange = dyn_cast<AtomicCmpXchgInst>(&i)) {
-        add(i, 0, fixed(exchange->getNewValOperand()->getType()), kUpdate);
+        add(i, 0, fixed(exchange->getNewValOperand()->getType()), exchange->getAlign(), kUpdate);
       } else if (auto* copy = dyn_cast<MemTransferInst>(&i)) {
-        add(i, 1, copy->getLength(), 0);
-        add(i, 0, copy->getLength(), kStore);
+        add(i, 1, copy->getLength(), copy->getSourceAlign(), 0);
+        add(i, 0, copy->getLength(), copy->getDestAlign(), kStore);
       } else if (auto* set = dyn_cast<MemSetInst>(&i)) {
-        add(i, 0, set->getLength(), kStore);
+        add(i, 0, set->getLength(), set->getDestAlign(), kStore);
       }
     }
-    // Returns the pointer to use: a scratch place instead of one that is out of bounds.
-    auto callee = module.getOrInsertFunction("__msl_access", pointer, pointer, word, word, pointer);
+    // They return the pointer to use: a scratch place instead of one that is out of bounds.
+    auto shared = module.getOrInsertFunction("__msl_access", pointer, pointer, word, word, pointer);
+    auto own = module.getOrInsertFunction("__msl_thread_access", pointer, pointer, word, word,
+                                          pointer, word, pointer);
     for (auto& access : found) {
       IRBuilder<> builder(access.instruction);
       auto* address = access.instruction->getOperand(access.operand);
-      auto* call = builder.CreateCall(
-          callee, {builder.CreateAddrSpaceCast(address, pointer),
-                   builder.CreateZExtOrTrunc(access.size, word), builder.getInt32(access.flags),
-                   sites.of(*access.instruction)});
+      auto* generic = builder.CreateAddrSpaceCast(address, pointer);
+      auto* size = builder.CreateZExtOrTrunc(access.size, word);
+      auto* flags = builder.getInt32(access.flags);
+      auto* site = sites.of(*access.instruction);
+      auto* call = access.array ? builder.CreateCall(
+                                      own, {generic, size, flags, access.array,
+                                            builder.getInt32(bytesOf(access.array, layout)), site})
+                                : builder.CreateCall(shared, {generic, size, flags, site});
       call->setDebugLoc(access.instruction->getDebugLoc());
       access.instruction->setOperand(access.operand,
                                      builder.CreateAddrSpaceCast(call, address->getType()));
+      unaligned(access.instruction);
     }
+  }
+
+  static uint64_t bytesOf(AllocaInst* array, const DataLayout& layout) {
+    auto size = array->getAllocationSize(layout);
+    return size ? size->getFixedValue() : 0;
+  }
+
+  // The thread array that an access may leave; null when it cannot.
+  static AllocaInst* overrun(Value* address, Value* size, const DataLayout& layout) {
+    auto* array = dyn_cast<AllocaInst>(getUnderlyingObject(address, 0));
+    auto* length = dyn_cast<ConstantInt>(size);
+    if (!array || !length || !bytesOf(array, layout))
+      return nullptr;
+    int64_t offset = 0;
+    if (GetPointerBaseWithConstantOffset(address, offset, layout) == array && offset >= 0 &&
+        offset + length->getZExtValue() <= bytesOf(array, layout))
+      return nullptr;
+    return array;
+  }
+
+  // The call has looked at the address: where it is misaligned the run goes on.
+  static void unaligned(Instruction* instruction) {
+    if (auto* load = dyn_cast<LoadInst>(instruction); load && !load->isAtomic())
+      load->setAlignment(Align(1));
+    else if (auto* store = dyn_cast<StoreInst>(instruction); store && !store->isAtomic())
+      store->setAlignment(Align(1));
+    else if (auto* memory = dyn_cast<MemIntrinsic>(instruction))
+      memory->setDestAlignment(Align(1));
+    if (auto* copy = dyn_cast<MemTransferInst>(instruction))
+      copy->setSourceAlignment(Align(1));
   }
 };
 

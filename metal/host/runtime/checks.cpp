@@ -8,7 +8,8 @@ namespace msl {
 namespace {
 
 // As in frontend/trace.cpp.
-constexpr uint32_t kStore = 1, kAtomic = 2, kThreadgroup = 4, kReads = 8;
+constexpr uint32_t kStore = 1, kAtomic = 2, kThreadgroup = 4, kReads = 8, kConstant = 16;
+constexpr uint32_t kAlignShift = 8, kMaxAlign = 16;  // buffers are copied to multiples of 16
 // As in mem_flags.
 constexpr uint32_t kFlagDevice = 1, kFlagThreadgroup = 2;
 constexpr uint64_t kPage = 1024, kLine = 128, kManyLines = 1 << 20;
@@ -20,6 +21,8 @@ bool holds(const Region& region, const char* address) {
 
 template <class Region>
 int64_t distance(const Region& region, const char* address) {
+  if (holds(region, address))
+    return 0;
   return address < region.data ? region.data - address : address - (region.data + region.bytes) + 1;
 }
 
@@ -37,6 +40,10 @@ Checker::Checker(Launch& launch, Worker& owner) : launch_(launch), worker_(owner
   for (uint64_t i = 0; i < launch.variable_count; ++i) {
     const Variable& v = launch.variables[i];
     blocks_.push_back({v.name, static_cast<char*>(v.address()), v.bytes, {}, {}});
+  }
+  for (uint64_t i = 0; i < launch.constant_count; ++i) {
+    const Variable& v = launch.constants[i];
+    tables_.push_back({v.name, static_cast<char*>(v.address()), v.bytes, {}, {}});
   }
 }
 
@@ -104,8 +111,12 @@ char* Checker::outOfBounds(const Now& now, int64_t byte) {
   Fault fault = describe(kOutOfBounds, now, byte);
   fault.lanes = now.size;
   report(fault);
-  if (scratch_.size() < now.size + 64)
-    scratch_.resize(now.size + 64);
+  return scratch(now.size);
+}
+
+char* Checker::scratch(uint32_t size) {
+  if (scratch_.size() < size + 64)
+    scratch_.resize(size + 64);
   auto base = reinterpret_cast<uintptr_t>(scratch_.data());
   return scratch_.data() + (64 - base % 64) % 64;
 }
@@ -159,12 +170,16 @@ void Checker::track(Byte* bytes, uint64_t at, const Now& now) {
     Access& read = byte.read;
     if (conflicts(byte.write, false, false)) {
       race(byte.write, grid(byte.write), true, at + i, now);
+    } else if (conflicts(byte.plain, false, false)) {
+      race(byte.plain, grid(byte.plain), true, at + i, now);
     } else if (now.store && conflicts(byte.foreign, false, false)) {
       race(byte.foreign, true, false, at + i, now);
     } else if (now.store && conflicts(read, byte.many_lanes, byte.many_simdgroups)) {
       race(read, grid(read), false, at + i, now);
     }
     if (now.store) {
+      if (now.atomic && !byte.write.atomic)
+        byte.plain = byte.write;
       byte.write = me;
       continue;
     }
@@ -231,6 +246,21 @@ Checker::Byte* Checker::shadow(uint64_t page) {
   return last_shadow_;
 }
 
+// The table at program scope that an address lies in or, when no buffer is nearer, beside.
+const Checker::Block* Checker::table(const char* address) {
+  if (last_table_ < tables_.size() && holds(tables_[last_table_], address))
+    return &tables_[last_table_];
+  const Block* found = nearest(tables_.data(), tables_.data() + tables_.size(), address);
+  if (tables_.empty())
+    return nullptr;
+  const Buffer* end = launch_.buffers + launch_.buffer_count;
+  const Buffer* buffer = nearest(launch_.buffers, end, address);
+  if (buffer != end && distance(*buffer, address) < distance(*found, address))
+    return nullptr;
+  last_table_ = found - tables_.data();
+  return found;
+}
+
 char* Checker::deviceAccess(char* address, Now& now) {
   const Buffer* begin = launch_.buffers;
   const Buffer* end = begin + launch_.buffer_count;
@@ -243,6 +273,12 @@ char* Checker::deviceAccess(char* address, Now& now) {
     if (found == end)
       found = std::find_if(begin, end, [&](const Buffer& b) { return holds(b, address); });
     if (found == end) {
+      if (const Block* table = now.constant ? this->table(address) : nullptr) {
+        now.block = table;
+        int64_t at = address - table->data;
+        bool inside = at >= 0 && at + now.size <= table->bytes;
+        return inside ? address : outOfBounds(now, at);
+      }
       if (begin == end)
         return outOfBounds(now, 0);
       now.buffer = nearest(begin, end, address);
@@ -257,10 +293,7 @@ char* Checker::deviceAccess(char* address, Now& now) {
     return outOfBounds(now, at);
   if (now.store && !buffer.may_write) {
     report(describe(kWriteToReadOnly, now, at));
-    if (scratch_.size() < now.size)
-      scratch_.resize(now.size);
-    std::copy_n(address, now.size, scratch_.begin());  // an atomic update reads its old value
-    return scratch_.data();
+    return std::copy_n(address, now.size, scratch(now.size)) - now.size;  // an update reads it
   }
   if (now.reads && !buffer.may_read)
     report(describe(kReadOfWriteOnly, now, at));
@@ -293,8 +326,40 @@ char* Checker::deviceAccess(char* address, Now& now) {
 
 char* Checker::access(char* address, uint32_t size, uint32_t flags, const Site* site) {
   bool store = flags & kStore, device = !(flags & kThreadgroup);
-  Now now{site, size, store, !store || flags & kReads, (flags & kAtomic) != 0, device, {}, {}};
-  return device ? deviceAccess(address, now) : threadgroupAccess(address, now);
+  Now now{site,
+          size,
+          store,
+          !store || flags & kReads,
+          (flags & kAtomic) != 0,
+          device,
+          (flags & kConstant) != 0,
+          {},
+          {}};
+  char* place = device ? deviceAccess(address, now) : threadgroupAccess(address, now);
+  uint32_t align = std::min(flags >> kAlignShift, kMaxAlign);
+  if (place != address || reinterpret_cast<uintptr_t>(address) % align == 0)
+    return place;
+  Fault fault =
+      describe(kMisaligned, now, address - (now.block ? now.block->data : now.buffer->data));
+  fault.lanes = align;
+  report(fault);
+  // An atomic operation may not cross a line everywhere.
+  return now.atomic ? std::copy_n(address, size, scratch(size)) - size : address;
+}
+
+// A thread's own array; the compiler has left only those accesses that may miss it.
+char* Checker::threadAccess(char* address, uint32_t size, bool store, const char* array,
+                            uint32_t bytes, const Site* site) {
+  int64_t at = address - array;
+  if (at >= 0 && at + size <= bytes)
+    return address;
+  return outOfBounds({site, size, store, !store, false, false, false, {}, {}}, at);
+}
+
+void Checker::reportHere(FaultKind kind, const Site* site, uint32_t detail) {
+  Fault fault = describe(kind, {site, 0, false, true, false, false, false, {}, {}}, 0);
+  fault.lanes = detail;
+  report(fault);
 }
 
 // The n-th execution of one place by each lane of a simdgroup is one access of the simdgroup.
@@ -333,6 +398,38 @@ extern "C" char* __msl_access(char* address, uint32_t size, uint32_t flags, cons
   if (!w || !w->checker || !size)
     return address;
   return w->checker->access(address, size, flags, site);
+}
+
+extern "C" char* __msl_thread_access(char* address, uint32_t size, uint32_t flags,
+                                     const char* array, uint32_t bytes, const Site* site) {
+  Worker* w = worker;
+  if (!w || !w->checker)
+    return address;
+  return w->checker->threadAccess(address, size, flags & kStore, array, bytes, site);
+}
+
+// The divisor to use. bits: of a signed division, 0 for an unsigned one.
+extern "C" int64_t __msl_divisor(int64_t dividend, int64_t divisor, uint32_t bits,
+                                 const Site* site) {
+  bool overflows = bits && divisor == -1 && dividend == INT64_MIN >> (64 - bits);
+  if (divisor && !overflows)
+    return divisor;
+  if (Worker* w = worker; w && w->checker)
+    w->checker->reportHere(kDivision, site, overflows);
+  return 1;
+}
+
+// An index into a thread's part of a cooperative tensor that is outside it.
+extern "C" int32_t __msl_index(int32_t index, uint32_t capacity, uint32_t size, const Site* site) {
+  if (Worker* w = worker; w && w->checker)
+    w->checker->threadAccess(reinterpret_cast<char*>(static_cast<int64_t>(index) * size), size,
+                             false, nullptr, capacity * size, site);
+  return 0;
+}
+
+extern "C" void __msl_uninitialised(const Site* site) {
+  if (Worker* w = worker; w && w->checker)
+    w->checker->reportHere(kUninitialisedThread, site, 0);
 }
 
 }  // namespace msl

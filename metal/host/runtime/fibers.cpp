@@ -349,20 +349,26 @@ void setThreadgroupMemory(Worker& w) {
   }
 }
 
-struct sigaction previous[2];
+constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE};
+struct sigaction previous[std::size(kSignals)];
 
-void onSegv(int signal, siginfo_t* info, void* context) {
+void onSignal(int signal, siginfo_t* info, void* context) {
   if (worker && worker->current) {
     ThreadId id = identify(worker->current);
     char text[256];
+    char what[96] = "divided an integer by zero";
+    if (signal != SIGFPE)
+      std::snprintf(what, sizeof what, "touched memory at %p that no buffer holds, or misaligned",
+                    info->si_addr);
     int n = std::snprintf(
-        text, sizeof text,
-        "metal host: threadgroup (%u,%u,%u) thread %u touched memory at %p that no buffer holds; "
-        "host=\"checked\" names the line\n",
-        id.threadgroup[0], id.threadgroup[1], id.threadgroup[2], id.thread, info->si_addr);
+        text, sizeof text, "metal host: threadgroup (%u,%u,%u) thread %u %s; %s\n",
+        id.threadgroup[0], id.threadgroup[1], id.threadgroup[2], id.thread, what,
+        worker->checker ? "the checked host does not see this access, or the stack is too small"
+                        : "host=\"checked\" names the line");
     (void)!write(2, text, n);
   }
-  const struct sigaction& old = previous[signal == SIGBUS];
+  const struct sigaction& old =
+      previous[std::find(std::begin(kSignals), std::end(kSignals), signal) - kSignals];
   if (old.sa_flags & SA_SIGINFO && old.sa_sigaction)
     return old.sa_sigaction(signal, info, context);
   if (old.sa_handler != SIG_DFL && old.sa_handler != SIG_IGN)
@@ -444,10 +450,10 @@ __attribute__((visibility("default"))) void msl_launch(Launch* launch) {
   if (!total || !size)
     return;
   struct sigaction action = {};
-  action.sa_sigaction = onSegv;
+  action.sa_sigaction = onSignal;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  sigaction(SIGSEGV, &action, &previous[0]);
-  sigaction(SIGBUS, &action, &previous[1]);
+  for (size_t i = 0; i < std::size(kSignals); ++i)
+    sigaction(kSignals[i], &action, &previous[i]);
 
   std::vector<uint64_t> order;  // of the threadgroups, when shuffled
   if (launch->shuffled) {
@@ -498,8 +504,8 @@ __attribute__((visibility("default"))) void msl_launch(Launch* launch) {
   work();
   for (auto& thread : threads)
     thread.join();
-  sigaction(SIGSEGV, &previous[0], nullptr);
-  sigaction(SIGBUS, &previous[1], nullptr);
+  for (size_t i = 0; i < std::size(kSignals); ++i)
+    sigaction(kSignals[i], &previous[i], nullptr);
 }
 
 }  // extern "C"

@@ -42,6 +42,9 @@ enum FaultKind : uint32_t {
   kUninitialisedDevice,
   kWriteToReadOnly,
   kReadOfWriteOnly,
+  kMisaligned,
+  kDivision,
+  kUninitialisedThread,
   kFaultKinds
 };
 
@@ -54,7 +57,7 @@ struct Fault {
   const Site *site, *other_site;
   ThreadId thread, other;
   int32_t buffer;  // argument index; -1: a threadgroup variable or none
-  uint32_t lanes;  // mask of the lanes, or count of the threads, that did arrive
+  uint32_t lanes;  // by kind: mask of lanes, count of threads, bytes, alignment, or a flag
   int64_t byte;    // within the buffer or variable
   uint64_t count;  // how often this pair of places did it
   char variable[64];
@@ -87,8 +90,8 @@ struct Launch {
   uint32_t workers, checked, lines, shuffled;
   uint64_t seed;
   const Buffer* buffers;
-  const Variable* variables;
-  uint64_t buffer_count, variable_count;
+  const Variable *variables, *constants;  // threadgroup variables, tables at program scope
+  uint64_t buffer_count, variable_count, constant_count;
   Fault* faults;
   uint64_t fault_capacity, fault_count;  // count may exceed capacity
   Traffic* traffic;                      // one per buffer
@@ -153,10 +156,14 @@ class Checker {
   void threadgroupBarrier(uint32_t flags);
   void simdgroupBarrier(Simdgroup& simdgroup, uint32_t flags);
   char* access(char* address, uint32_t size, uint32_t flags, const Site* site);
+  char* threadAccess(char* address, uint32_t size, bool store, const char* array, uint32_t bytes,
+                     const Site* site);
+  void reportHere(FaultKind kind, const Site* site, uint32_t detail);
   void report(const Fault& fault);
 
  private:
-  // Last writer and reader of one byte, and the last reader in an earlier threadgroup.
+  // Last writer and reader of one byte, the last plain writer before an atomic one, and the last
+  // reader in an earlier threadgroup.
   struct Access {
     uint32_t epoch = 0, simd_epoch = 0, threadgroup = 0;
     uint16_t thread = 0;
@@ -164,10 +171,10 @@ class Checker {
     const Site* site = nullptr;
   };
   struct Byte {
-    Access write, read, foreign;
+    Access write, plain, read, foreign;
     bool many_lanes = false, many_simdgroups = false;
   };
-  struct Block {  // a threadgroup variable or argument
+  struct Block {  // a threadgroup variable or argument, or a table at program scope
     std::string name;
     char* data;
     uint64_t bytes;
@@ -184,14 +191,16 @@ class Checker {
   struct Now {  // the access under way
     const Site* site;
     uint32_t size;
-    bool store, reads, atomic, device;
-    const Block* block;    // null for device memory
-    const Buffer* buffer;  // null for threadgroup memory
+    bool store, reads, atomic, device, constant;
+    const Block* block;    // null for a buffer
+    const Buffer* buffer;  // null for threadgroup memory and tables
   };
 
   char* threadgroupAccess(char* address, Now& now);
   char* deviceAccess(char* address, Now& now);
+  const Block* table(const char* address);
   char* outOfBounds(const Now& now, int64_t byte);
+  char* scratch(uint32_t size);
   void track(Byte* bytes, uint64_t at, const Now& now);
   void race(const Access& earlier, bool grid, bool wrote, uint64_t at, const Now& now);
   Fault describe(FaultKind kind, const Now& now, int64_t byte) const;
@@ -204,10 +213,10 @@ class Checker {
   uint32_t epoch_ = 1, threadgroup_epoch_ = 1, device_epoch_ = 1, first_epoch_ = 1;
   uint64_t threadgroup_ = 0;
   uint32_t serial_ = 0;
-  size_t last_buffer_ = 0, last_block_ = 0;
+  size_t last_buffer_ = 0, last_block_ = 0, last_table_ = 0;
   uint64_t last_page_ = ~0ull;
   Byte* last_shadow_ = nullptr;
-  std::vector<Block> blocks_;
+  std::vector<Block> blocks_, tables_;
   std::unordered_map<uint64_t, std::vector<Byte>> pages_;
   std::unordered_map<uint64_t, Lines> lines_;
   std::unordered_map<std::string, size_t> known_;

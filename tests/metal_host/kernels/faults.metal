@@ -294,3 +294,95 @@ using namespace metal;
     y[tid] = 0.0f;
   }
 }
+
+// ---- a plain store hidden behind an atomic one of the same thread
+[[kernel]] void race_plain_behind_atomic(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], THREAD) {
+  threadgroup atomic_uint t[1];
+  if (tid == 0) *(threadgroup uint*)t = 0u;  // FAULT: race_plain_behind_atomic
+  PLANT(, threadgroup_barrier(mem_flags::mem_threadgroup));
+  atomic_fetch_add_explicit(&t[0], 1u, memory_order_relaxed);  // FAULT: race_plain_behind_atomic
+  y[tid] = x[tid];
+}
+
+[[kernel]] void grid_race_plain_behind_atomic(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                                              device atomic_uint* n [[buffer(2)]], THREAD, GROUP) {
+  PLANT(if (tid == 0 && group == 0) *(device uint*)n = 0u, );  // FAULT: grid_race_plain_behind_atomic
+  threadgroup_barrier(mem_flags::mem_device);
+  atomic_fetch_add_explicit(n, 1u, memory_order_relaxed);  // FAULT: grid_race_plain_behind_atomic
+  y[group * 32 + tid] = x[tid];
+}
+
+// ---- tables at program scope, and a thread's own arrays
+constant float table[4] = {1.0f, 2.0f, 3.0f, 4.0f};
+[[kernel]] void bounds_table_past(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], THREAD) {
+  y[tid] = x[tid] + table[(tid & 3) + PLANT(1, 0)];  // FAULT: bounds_table_past
+}
+
+[[kernel]] void bounds_table_before(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], THREAD) {
+  y[tid] = x[tid] + table[int(tid & 3) - PLANT(1, 0)];  // FAULT: bounds_table_before
+}
+
+[[kernel]] void bounds_thread_past(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], THREAD) {
+  float a[4] = {x[tid], 1.0f, 2.0f, 3.0f};
+  y[tid] = a[(tid & 3) + PLANT(1, 0)];  // FAULT: bounds_thread_past
+}
+
+[[kernel]] void bounds_thread_before(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], THREAD) {
+  float a[4] = {x[tid], 1.0f, 2.0f, 3.0f};
+  a[int(tid & 3) - PLANT(1, 0)] = 4.0f;  // FAULT: bounds_thread_before
+  y[tid] = a[0] + a[1] + a[2] + a[3];
+}
+
+// ---- misaligned vectors
+[[kernel]] void misaligned_device(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], THREAD) {
+  y[tid] = (*(device const float2*)(x + (tid & 62) + PLANT(1, 0))).x;  // FAULT: misaligned_device
+}
+
+[[kernel]] void misaligned_threadgroup(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], THREAD) {
+  threadgroup float t[132];
+  if (tid < 32) *(threadgroup float4*)(t + 4 * tid + PLANT(1, 0)) = float4(x[tid]);  // FAULT: misaligned_threadgroup
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  y[tid] = t[tid | 1];
+}
+
+[[kernel]] void misaligned_constant(constant float* x [[buffer(0)]], device float* y [[buffer(1)]], THREAD) {
+  float4 v = *(constant float4*)(x + (tid & 60) + PLANT(2, 0));  // FAULT: misaligned_constant
+  y[tid] = v.x + v.w;
+}
+
+// ---- division of integers
+[[kernel]] void division_by_zero(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], THREAD) {
+  uint n = uint(x[tid]) + PLANT(0u, 1u);
+  y[tid] = float(100u / n);  // FAULT: division_by_zero
+}
+
+[[kernel]] void division_remainder(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], THREAD) {
+  int2 n = int2(int(x[tid]) - PLANT(5, -1), 3);
+  y[tid] = float((int2(100) % n).x);  // FAULT: division_remainder
+}
+
+[[kernel]] void division_overflow(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], THREAD) {
+  int n = 2 * int(x[tid]) + PLANT(-1, 1);
+  y[tid] = float(INT_MIN / n);  // FAULT: division_overflow
+}
+
+// ---- a thread's own values that nothing has written
+[[kernel]] void unwritten_tail(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], THREAD) {
+  float a[4];
+  for (uint i = 0; i < PLANT(3, 4); i++) a[i] = x[tid];
+  y[tid] = a[0] + a[1] + a[2] + a[3];  // FAULT: unwritten_tail
+}
+
+[[kernel]] void unwritten_slot(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], THREAD) {
+  half4 a[4];
+  for (uint i = 0; i < 4; i++) {
+    if (PLANT(i != (tid & 3), true)) a[i] = half4(half(x[tid]));
+  }
+  y[tid] = 2.0f * float(a[tid & 3].y);  // FAULT: unwritten_slot
+}
+
+[[kernel]] void unwritten_accumulator(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], THREAD) {
+  simdgroup_matrix<float, 8, 8> a(1.0f), c PLANT(, (0.0f));
+  simdgroup_multiply_accumulate(c, a, a, c);  // FAULT: unwritten_accumulator
+  y[tid] = x[tid] + float(c.thread_elements()[0] > 0.5f);
+}

@@ -53,10 +53,26 @@ struct __tile {
   typedef _T element_type;
   _T __elements[__capacity];
   _T& operator[](int i) {
-    return __elements[i];
+    return __elements[__inside(i)];
   }
   const _T& operator[](int i) const {
-    return __elements[i];
+    return __elements[__inside(i)];
+  }
+  // Nothing has written it; off the checked host it is zero.
+  static __tile __fresh() {
+#if defined(__MSL_CHECKED)
+    __tile t;
+    return t;
+#else
+    return {};
+#endif
+  }
+  static int __inside(int i) {
+#if defined(__MSL_CHECKED)
+    if (i < 0 || i >= __capacity)
+      return metal::__msl_index(i, __capacity, sizeof(_T), nullptr);
+#endif
+    return i;
   }
   static constexpr ushort get_capacity() {
     return __capacity;
@@ -95,15 +111,15 @@ struct matmul2d {
   using __destination = __tile<_T, _D.m, _D.n>;
   template <class _A, class _B, class _C>
   __left<_A> get_left_input_cooperative_tensor() {
-    return {};
+    return __left<_A>::__fresh();
   }
   template <class _A, class _B, class _C>
   __right<_B> get_right_input_cooperative_tensor() {
-    return {};
+    return __right<_B>::__fresh();
   }
   template <class _A, class _B, class _C>
   __destination<_C> get_destination_cooperative_tensor() {
-    return {};
+    return __destination<_C>::__fresh();
   }
 
   template <class _A, class _B, class _C>
@@ -112,7 +128,7 @@ struct matmul2d {
     float sum[__destination<_C>::__capacity];
     constexpr bool fresh = _D.matmul_mode == matmul2d_descriptor::mode::multiply;
     for (int i = 0; i < __destination<_C>::__capacity; i++)
-      sum[i] = fresh ? 0.0f : (float)c[i];
+      sum[i] = fresh ? 0.0f : (float)metal::__initialised(c[i]);
 #if defined(__NVPTX__)
 #pragma clang loop unroll(full)
     for (int i = 0; i < __destination<_C>::__capacity; i++) {

@@ -312,14 +312,11 @@ __MSL half min(half a, half b) {
 __MSL half max(half a, half b) {
   return (half)__builtin_fmaxf(a, b);
 }
+// Metal has an overload for each type, so arguments of two types are ambiguous.
 #define __MSL_MIXED(name)                                                                   \
   template <class _A, class _B>                                                             \
-  __MSL constexpr enable_if_t<is_integral_v<_A> && is_integral_v<_B> && !is_same_v<_A, _B>, \
-                              decltype(_A() + _B())>                                        \
-  name(_A a, _B b) {                                                                        \
-    typedef decltype(_A() + _B()) _R;                                                       \
-    return name((_R)a, (_R)b);                                                              \
-  }                                                                                         \
+  __MSL constexpr enable_if_t<__ordered<_A> && __ordered<_B> && !is_same_v<_A, _B>, _A>     \
+  name(_A, _B) = delete;                                                                    \
   template <class _T, int _N>                                                               \
   __MSL vec<_T, _N> name(vec<_T, _N> a, vec<_T, _N> b) {                                    \
     vec<_T, _N> r;                                                                          \

@@ -36,9 +36,11 @@ __MSL void simdgroup_multiply_accumulate(simdgroup_matrix<_D, 8, 8>& d,
                                          simdgroup_matrix<_A, 8, 8> a, simdgroup_matrix<_B, 8, 8> b,
                                          simdgroup_matrix<_C, 8, 8> c) {
   uint row = d.__row(), col = d.__col();
-  float s0 = (float)c.__elements[0], s1 = (float)c.__elements[1];
-  float2 mine = float2{(float)a.__elements[0], (float)a.__elements[1]};
-  float2 other = float2{(float)b.__elements[0], (float)b.__elements[1]};
+  float s0 = (float)__initialised(c.__elements[0]), s1 = (float)__initialised(c.__elements[1]);
+  float2 mine =
+      float2{(float)__initialised(a.__elements[0]), (float)__initialised(a.__elements[1])};
+  float2 other =
+      float2{(float)__initialised(b.__elements[0]), (float)__initialised(b.__elements[1])};
 #if defined(__NVPTX__)
 #pragma clang loop unroll(full)
   for (uint k = 0; k < 8; k++) {
@@ -71,7 +73,7 @@ __MSL void simdgroup_multiply(simdgroup_matrix<_D, 8, 8>& d, simdgroup_matrix<_A
   zero.__elements = float2{0.0f, 0.0f};
   simdgroup_multiply_accumulate(d, a, b, zero);
 }
-template <class _T, int _R, int _C>
+template <class _T, int _R, int _C = _R>
 __MSL simdgroup_matrix<_T, _R, _C> make_filled_simdgroup_matrix(_T v) {
   simdgroup_matrix<_T, _R, _C> m;
   m.__elements = vec<_T, 2>{v, v};

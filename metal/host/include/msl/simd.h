@@ -114,6 +114,10 @@ void __msl_threadgroup_barrier(uint flags, const void* site) __attribute__((conv
 void __msl_simdgroup_barrier(uint flags, const void* site) __attribute__((convergent));
 __exchanged* __msl_exchange(ulong value, const void* site) __attribute__((convergent));
 uint __msl_lane() __attribute__((const));
+#if defined(__MSL_CHECKED)
+void __msl_uninitialised(const void* site) __attribute__((convergent));
+int __msl_index(int index, uint capacity, uint size, const void* site) __attribute__((convergent));
+#endif
 }
 __MSL void threadgroup_barrier(mem_flags flags) {
   __msl_threadgroup_barrier((uint)flags, nullptr);
@@ -193,6 +197,18 @@ __MSL uint __first_lane() {
   return (uint)__builtin_ctz(mask);
 }
 #endif
+
+// A floating-point value of a thread's own: while checking, one that it has not written has all
+// bits set.
+template <class _T>
+__MSL _T __initialised(_T x) {
+#if defined(__MSL_CHECKED)
+  if constexpr (is_floating_point_v<_T>)
+    if (__bits(x) >> (8 * sizeof(_T) - 16) == 0xffffu)
+      __msl_uninitialised(nullptr);
+#endif
+  return x;
+}
 
 struct __add {
   template <class _T>

@@ -7,6 +7,9 @@
 #define thread
 #define device __global
 #define threadgroup __local
+#if __METAL_VERSION__ >= 320
+#define coherent(scope)  // one interleaving runs at a time
+#endif
 #define METAL_FUNC inline __attribute__((always_inline))
 #define METAL_INTERNAL inline __attribute__((always_inline))
 #define __MSL static inline __attribute__((always_inline))
@@ -124,9 +127,12 @@ using ::ushort4;
 #define M_SQRT1_2_F 0.70710678118654752440f
 #define M_PI_H 3.14159265358979323846h
 #define FLT_MAX __FLT_MAX__
+#define MAXFLOAT __FLT_MAX__
 #define FLT_MIN __FLT_MIN__
 #define FLT_EPSILON __FLT_EPSILON__
 #define HALF_MAX 6.5504e+4h
+#define MAXHALF HALF_MAX
+#define HUGE_VALH ((half)__builtin_inff())
 #define HALF_MIN 6.103515625e-5h
 #define HALF_EPSILON 9.765625e-4h
 #define CHAR_BIT 8

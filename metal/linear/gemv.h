@@ -6,7 +6,7 @@
 // unfused forms.
 //
 // Layout of threads. kLanes lanes share a row, so a simdgroup reads 32 / kLanes rows at
-// once, R deep: a block of R * 32 / kLanes rows. Each lane loads U 16-byte units of each
+// once, R deep: a block of R * 32 / kLanes rows. Each lane loads U units of each
 // of its R rows before it uses one; the first are issued before h is there, and before the
 // norm, which each threadgroup does again for itself (h comes from the cache). kSplit simdgroups may share a block, each a part
 // of K; their sums are added in order through threadgroup memory. A simdgroup does kBlocks blocks,

@@ -241,7 +241,14 @@ def _ablate(result: dict[str, Any]) -> str:
         ]
         for row in result["rows"]
     ]
-    return markdown_table(["arm", "", "production", "without", "ratio", ""], lines)
+    words = [
+        f"{row['arm'].capitalize()}: from a run of its own, `{row['run']}`."
+        for row in result["rows"]
+        if "run" in row
+    ]
+    words += [f"Left out, {x['arm']}: {x['why']}." for x in result["left_out"]]
+    table = markdown_table(["arm", "", "production", "without", "ratio", ""], lines)
+    return "\n\n".join([table, " ".join(words)] if words else [table])
 
 
 TITLES = {

@@ -1,12 +1,16 @@
 """Builds the extension with CMake, against the MLX of the build environment."""
 
 import platform
+import re
+import tomllib
 from pathlib import Path
 
 from mlx.extension import CMakeBuild, CMakeExtension
 from setuptools import setup
 
-MLX = "0.32.4"
+with open(Path(__file__).with_name("pyproject.toml"), "rb") as file:
+    REQUIRES = tomllib.load(file)["build-system"]["requires"]
+MLX = next(m[1] for m in (re.fullmatch(r"mlx==([\d.]+)", r) for r in REQUIRES) if m)
 
 
 def mlx_requirement() -> str:
@@ -28,6 +32,13 @@ setup(
         "safetensors",
         "transformers>=5.7.0",
     ],
+    extras_require={
+        "cpu": [f"mlx[cpu]=={MLX}"],
+        "cuda12": [f"mlx[cuda12]=={MLX}"],
+        "cuda13": [f"mlx[cuda13]=={MLX}"],
+        "plot": ["matplotlib>=3.8"],
+        "test": ["pytest>=8", "matplotlib>=3.8"],
+    },
     ext_modules=[CMakeExtension("lily_mlx._ext")],
     cmdclass={"build_ext": CMakeBuild},
     zip_safe=False,

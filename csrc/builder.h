@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "choice.h"
-#include "ops/layer_options.h"
+#include "layer_options.h"
 #include "program.h"
 #include "spec.h"
 

@@ -13,7 +13,7 @@ struct QuantizedFormat {
   std::vector<int> bits, groups;
 };
 const std::vector<QuantizedFormat>& formats() {
-  static const std::vector<QuantizedFormat> all = {{"affine", {4, 8}, {32, 64, 128}}};
+  static const std::vector<QuantizedFormat> all = {{"affine", {4, 6, 8}, {32, 64, 128}}};
   return all;
 }
 

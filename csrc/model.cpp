@@ -30,7 +30,7 @@ Choice step_kernel(Target target, const ModelSpec& model) {
   auto fits = [&](const std::vector<MatrixSpec>& matrices, bool float32) {
     Choice products = check_matrices(target, t, matrices);
     const std::string reason =
-        products && target != Target::cpu ? gemv_refusal(t, matrices, float32) : "";
+        products && target != Target::cpu ? gemv_refusal(matrices, float32) : "";
     return reason.empty() ? products : refused(ReasonCode::out_of_range, reason + ".");
   };
   for (size_t i = 0; i < model.layers.size() && c; ++i) {

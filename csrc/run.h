@@ -16,10 +16,10 @@
 
 #include "backend/host.h"
 #include "choice.h"
+#include "layer_options.h"
 #include "layer_program.h"
 #include "mlx/array.h"
 #include "mlx/stream.h"
-#include "ops/layer_options.h"
 #include "ops/step_options.h"
 
 namespace lily {

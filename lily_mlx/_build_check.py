@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from types import ModuleType
 
 import mlx.core as mx
 
-MLX_VERSION = "0.32.4"
+
+def _required() -> str:
+    try:
+        found = [re.match(r"mlx(?:\[\w+\])?==([\d.]+)", r) for r in requires("lily_mlx") or ()]
+    except PackageNotFoundError:  # a checkout that nobody installed
+        return ""
+    return next((m[1] for m in found if m), "")
+
+
+MLX_VERSION = _required()
 """The one MLX that this release is built for: MLX's C++ interface changes in patch releases."""
 
 
@@ -33,7 +42,7 @@ def _reinstall(wanted: str) -> str:
 def explain(error: ImportError) -> ImportError:
     """The ImportError to raise when `_ext` cannot be imported."""
     installed = _installed("mlx") or mx.__version__
-    if installed != MLX_VERSION:
+    if MLX_VERSION and installed != MLX_VERSION:
         return ImportError(
             f"lily_mlx is built for mlx {MLX_VERSION}, but mlx {installed} is installed; "
             f"run: {_reinstall(MLX_VERSION)}"

@@ -37,8 +37,8 @@ def project(x: mx.array, weights: list[Weight], float32_out: bool = False) -> li
 
     Args:
         x: [..., cols].
-        weights: each [rows, cols]; plain, or affine codes of 4 or 8 bits in groups of 32, 64
-            or 128 columns. Dequantized as scale * code + bias in float32.
+        weights: each [rows, cols]; plain, or affine codes of 4, 6 or 8 bits in groups of 32,
+            64 or 128 columns. Dequantized as scale * code + bias in float32.
         float32_out: return the float32 sums instead of rounding them to x's dtype.
 
     Returns:

@@ -16,32 +16,37 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from lily_mlx import _ext
 
-_QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear, nn.QuantizedEmbedding)
-_PLAIN = (nn.Linear, SwitchLinear, nn.Embedding)
+_QUANTIZED = {nn.QuantizedLinear, QuantizedSwitchLinear, nn.QuantizedEmbedding}
+_LINEAR = _QUANTIZED | {nn.Linear, SwitchLinear, nn.Embedding}
 
 Matrix = tuple[Any, ...]
 """(rows, columns, bits, group size, experts, mode, dtype of scales or plain elements); bits 0 means
 plain elements. A mode whose scales are no floats leaves the dtype out."""
 
 
+_NAMES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
+
+
+# Layers ask what follows at every call, so parameters are read as the dict entries that they are.
 def dtype_name(dtype: mx.Dtype) -> str:
     """The dtype as kernels' choices spell it, e.g. "bfloat16"."""
-    return str(dtype).rpartition(".")[2]
+    return _NAMES.get(dtype) or str(dtype).rpartition(".")[2]
 
 
 def refusal(module: nn.Module) -> tuple[str, str] | None:
     """Why a module is no linear layer that a kernel could read: (code, reason), or None."""
-    name = type(module).__name__
-    if type(module) not in _QUANTIZED + _PLAIN:
-        return "module", f"{name} has no kernel; plain linear modules have."
+    kind = type(module)
+    if kind not in _LINEAR:
+        return "module", f"{kind.__name__} has no kernel; plain linear modules have."
     if "bias" in module:
-        return "bias", f"{name} has a bias, which has no kernel."
+        return "bias", f"{kind.__name__} has a bias, which has no kernel."
     if module.get("global_scale") is not None:
-        return "unsupported_mode", f"{name} has a global scale."
+        return "unsupported_mode", f"{kind.__name__} has a global scale."
     biases = module.get("biases")
-    if biases is not None and biases.dtype != module.scales.dtype:
-        names = f"scales of {dtype_name(module.scales.dtype)}, biases of {dtype_name(biases.dtype)}"
-        return "unsupported_dtype", f"{name} has {names}; kernels read one dtype."
+    if biases is not None and biases.dtype != module["scales"].dtype:
+        found = dtype_name(module["scales"].dtype), dtype_name(biases.dtype)
+        text = f"{kind.__name__} has scales of {found[0]}, biases of {found[1]}"
+        return "unsupported_dtype", f"{text}; kernels read one dtype."
     return None
 
 
@@ -54,22 +59,28 @@ def matrix(module: nn.Module) -> Matrix:
     refused = refusal(module)
     if refused is not None:
         raise ValueError(refused[1])
-    *experts, rows, columns = module.weight.shape
+    return read_matrix(module)
+
+
+def read_matrix(module: nn.Module) -> Matrix:
+    """`matrix` of a module that `refusal` has nothing against."""
+    weight = module["weight"]
+    *experts, rows, columns = weight.shape
     count = experts[0] if experts else 1
-    if type(module) in _PLAIN:
-        return rows, columns, 0, 0, count, "affine", dtype_name(module.weight.dtype)
-    columns = columns * 32 // module.bits
-    found = rows, columns, module.bits, module.group_size, count, module.mode
-    return (*found, dtype_name(module.scales.dtype)) if module.mode == "affine" else found
+    if type(module) not in _QUANTIZED:
+        return rows, columns, 0, 0, count, "affine", dtype_name(weight.dtype)
+    bits = module.bits
+    found = rows, columns * 32 // bits, bits, module.group_size, count, module.mode
+    return (*found, dtype_name(module["scales"].dtype)) if module.mode == "affine" else found
 
 
 def weight_of(module: nn.Module) -> _ext.Weight:
     """A linear module's arrays, shared."""
+    weight = module["weight"]
     if type(module) in _QUANTIZED:
-        return _ext.Weight(
-            module.weight, module.scales, module.biases, module.bits, module.group_size
-        )
-    return _ext.Weight(module.weight)
+        scales, biases = module["scales"], module["biases"]
+        return _ext.Weight(weight, scales, biases, module.bits, module.group_size)
+    return _ext.Weight(weight)
 
 
 def gated_delta(m: nn.Module) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def trace(
             capacity above which the cache is cut into splits of fixed length, -1 for never.
 
     A prefill chunk shows what lily's primitives launch. MLX's own ops run between them: norms,
-    residuals, attention over the prompt and its gate.
+    residuals, attention over the prompt and its gate. Levels count from what those ops made.
 
     Raises:
         ValueError: an unknown kind or option, or a model whose shapes have no kernel, naming which.

@@ -1,9 +1,15 @@
 // The parameters that kernels take by value, one struct a kernel family: kernels and the C++ that
 // dispatches them include this file. Members are int32 and float32 alone, so that both sides lay
-// them out alike. A flag is 0 or 1.
+// them out alike. A flag is 0 or 1. With them, what both sides count in.
 #pragma once
 
 namespace lily {
+
+// The codes of a unit, which a lane of a product of one row loads at once (quant.h): as many as fit
+// 16 bytes, but codes that cross words end with three of them. Values that are no codes have 16 bits.
+constexpr int unit_codes(int bits) {
+  return bits == 6 ? 16 : 128 / bits;
+}
 
 // gemv_rows_multi (gemv_rows.h)
 struct GemvRowsMultiParams {

@@ -8,6 +8,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from program_kernels import move, registry  # noqa: F401  (fixtures)
+
 ROOT = Path(__file__).resolve().parent.parent
 GPU = ROOT / "tests" / "gpu"
 # Without a network apt-get would try its servers for minutes.

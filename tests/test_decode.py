@@ -21,7 +21,7 @@ def words(step, model, ids, count=64, **options):
 
 
 @pytest.mark.parametrize("shape", list(models.SHAPES))
-@pytest.mark.parametrize("bits", [0, 4, 8])
+@pytest.mark.parametrize("bits", [0, 4, 6, 8])
 @pytest.mark.parametrize("length", [1, 2, 9])
 def test_64_greedy_tokens_equal_stocks_in_float32(shape, bits, length):
     ours, exact = models.pair(shape, mx.float32, bits)

@@ -17,7 +17,7 @@ from lily_mlx.spec import weight_of
 TOLERANCE = {mx.float32: 3e-6, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
 DTYPES = list(TOLERANCE)
 ROWS = [1, 2, 3, 4, 5, 7, 16, 17, 65, 70]
-FORMATS = [(0, 0), (4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128)]
+FORMATS = [(0, 0), *((bits, group) for bits in (4, 6, 8) for group in (32, 64, 128))]
 
 BUNDLED = dict(
     hidden_size=256, num_attention_heads=8, num_key_value_heads=1, head_dim=256,
@@ -96,7 +96,7 @@ def test_projections_of_every_format_and_row_count(dtype, bits, group):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [0, 4, 8])
+@pytest.mark.parametrize("bits", [0, 4, 6, 8])
 def test_rows_do_not_depend_on_their_neighbours(dtype, bits):
     mx.random.seed(2)
     linear = nn.Linear(256, 77, bias=False)
@@ -303,7 +303,7 @@ def test_a_nan_reaches_the_result():
         (lambda: ops.project(mx.ones((2, 64)), [ops.Weight(mx.ones((3, 32)))]), "32 columns"),
         (lambda: ops.Weight(mx.ones((3, 33))), "multiple of 32"),
         (lambda: ops.Weight(mx.ones((3, 4), mx.uint32), mx.ones((3, 1)), mx.ones((3, 1)), 3, 32),
-         "bits 3 has no kernel; 0, 4, 8 have"),
+         "bits 3 has no kernel; 0, 4, 6, 8 have"),
         (lambda: ops.Weight(mx.ones((3, 8), mx.uint32), mx.ones((3, 2)), mx.ones((3, 2)), 4, 48),
          "group 48 has no kernel; 32, 64, 128 have"),
         (lambda: ops.Weight(mx.ones((3, 8), mx.uint32), mx.ones((3, 2)), mx.ones((3, 2)), 4, 64),

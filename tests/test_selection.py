@@ -81,8 +81,8 @@ CPU, METAL, CUDA = "cpu", "metal", "cuda"
     ("ask", "code", "text"),
     [
         (lambda: selection.linear(BF16, [matrix(bits=3)], on=CPU), "unsupported_bits", "bits 3"),
-        (lambda: selection.linear(BF16, [matrix(), matrix(bits=6)], on=CPU),
-         "unsupported_bits", "bits 6"),
+        (lambda: selection.linear(BF16, [matrix(), matrix(bits=5)], on=CPU),
+         "unsupported_bits", "bits 5"),
         (lambda: selection.linear(BF16, [matrix(group=16)], on=CPU), "unsupported_group", "16"),
         (lambda: selection.linear(BF16, [matrix(mode="mxfp4")], on=CPU),
          "unsupported_mode", "mode 'mxfp4'"),
@@ -203,7 +203,7 @@ def test_a_tensor_without_a_kernel_is_the_only_one_of_its_projection_that_stock_
         w = mx.dequantize(linear.weight, linear.scales, linear.biases, 64, linear.bits)
         plain = nn.Linear(w.shape[1], w.shape[0], bias=False)
         plain.weight = w
-        text.layers[i][parent][leaf] = nn.QuantizedLinear.from_linear(plain, 64, 6)
+        text.layers[i][parent][leaf] = nn.QuantizedLinear.from_linear(plain, 64, 5)
         changed[f"language_model.model.layers.{i}.{name}"] = plain
     report = served(model)
     assert {path for path, kernel in report.items() if kernel is None} == {
@@ -219,8 +219,9 @@ def test_a_tensor_without_a_kernel_is_the_only_one_of_its_projection_that_stock_
         mx.eval(got)
     finally:
         nn.QuantizedLinear.__call__ = original
-    assert ran == [6, 6]
-    assert mx.abs(got - wanted).max() < 0.1 * mx.abs(wanted).max()
+    assert ran == [5, 5]
+    # The mean: a row whose router is near a tie may choose another expert.
+    assert mx.abs(got - wanted).mean() < 0.02 * mx.abs(wanted).max()
 
 
 def test_a_dense_mlp_is_reported_as_stocks():

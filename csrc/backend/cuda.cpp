@@ -276,6 +276,7 @@ struct CudaGraph::Parts {
   Schedule schedule;
   std::vector<CUgraphNode> nodes;  // of each dispatch
   std::vector<Launch> launches;    // in the schedule's order
+  bool serial = false;             // no kernel starts while the one before runs
 };
 
 CudaGraph::CudaGraph(const Program& program, const Bindings& bindings, const std::string* label)
@@ -283,6 +284,7 @@ CudaGraph::CudaGraph(const Program& program, const Bindings& bindings, const std
   Parts& p = *parts_;
   check_cuda(cuGraphCreate(&p.graph, 0), "creating a graph");
   p.schedule = bindings.schedule();
+  p.serial = program.serial();
   p.nodes.resize(program.dispatches().size());
   CUgraphNode last = nullptr;
   for (int index : p.schedule.order) {
@@ -325,7 +327,7 @@ bool CudaGraph::rebind(const Program& program, const Bindings& bindings) {
   Parts& p = *parts_;
   const Schedule& schedule = bindings.schedule();
   if (schedule.order != p.schedule.order || schedule.predecessors != p.schedule.predecessors ||
-      p.launches.size() != schedule.order.size()) {
+      p.launches.size() != schedule.order.size() || program.serial() != p.serial) {
     return false;
   }
   std::vector<Launch> launches;

@@ -6,7 +6,7 @@
 #include <random>
 #include <stdexcept>
 
-#include "../../metal/host/runtime/runtime.h"
+#include "backend/metal_host_abi.h"
 
 namespace lily {
 namespace {
@@ -31,19 +31,8 @@ void* symbol(void* library, const std::string& path, const std::string& name) {
   return found;
 }
 
-std::string describe(const msl::Fault& f, const Kernel& kernel) {
-  constexpr const char* kinds[msl::kFaultKinds] = {
-      "race on threadgroup memory",
-      "race on device memory",
-      "race between threadgroups",
-      "access out of bounds",
-      "barrier in divergent flow",
-      "simdgroup operation in divergent flow",
-      "read of threadgroup memory that nothing has written",
-      "read of device memory that nothing has written",
-      "write to an argument that the dispatch declares read",
-      "read of an argument that the dispatch declares written"};
-  std::string out = kinds[f.kind];
+std::string describe(const msl::Fault& f, const char* words, const Kernel& kernel) {
+  std::string out = words;
   if (f.site) {
     out += " at " + std::string(f.site->file) + ":" + std::to_string(f.site->line);
   }
@@ -98,7 +87,7 @@ class HostEncoder::Run {
     std::vector<msl::Traffic> traffic(buffers.size());
     msl::Fault faults[kMaxFaults] = {};
     msl::Launch launch = {};
-    launch.stub = reinterpret_cast<msl::Stub>(compiled.stub);
+    launch.stub = reinterpret_cast<decltype(launch.stub)>(compiled.stub);
     launch.arguments = arguments;
     for (int i = 0; i < 3; ++i) {
       launch.grid[i] = bindings_.extent(d.grid_size[i]);
@@ -115,6 +104,8 @@ class HostEncoder::Run {
     launch.buffer_count = buffers.size();
     launch.variables = static_cast<const msl::Variable*>(compiled.variables);
     launch.variable_count = compiled.variable_count;
+    launch.constants = static_cast<const msl::Variable*>(compiled.constants);
+    launch.constant_count = compiled.constant_count;
     launch.faults = faults;
     launch.fault_capacity = kMaxFaults;
     launch.traffic = traffic.data();
@@ -124,7 +115,7 @@ class HostEncoder::Run {
       std::string text = "dispatch " + std::to_string(index) + " '" + d.name + "' of kernel '" +
                          d.kernel->name + "': " + std::to_string(launch.fault_count) + " fault(s)";
       for (uint64_t i = 0; i < std::min(launch.fault_count, kMaxFaults); ++i) {
-        text += "\n  " + describe(faults[i], *d.kernel);
+        text += "\n  " + describe(faults[i], encoder_.words_(faults[i].kind), *d.kernel);
       }
       throw std::runtime_error(text);
     }
@@ -154,24 +145,36 @@ class HostEncoder::Run {
 };
 
 HostEncoder::HostEncoder(const std::string& runtime, HostOptions options) : options_(options) {
-  launch_ = symbol(open_library(runtime, RTLD_GLOBAL), runtime, "msl_launch");
+  void* library = open_library(runtime, RTLD_GLOBAL);
+  launch_ = symbol(library, runtime, "msl_launch");
+  const auto* abi = static_cast<const uint64_t*>(symbol(library, runtime, "msl_abi"));
+  if (!std::equal(std::begin(msl::kAbi), std::end(msl::kAbi), abi)) {
+    throw std::invalid_argument(runtime +
+                                " is of another version of the Metal host than this extension; "
+                                "build the extension again from the same checkout.");
+  }
+  words_ = reinterpret_cast<const char* (*)(uint32_t)>(symbol(library, runtime, "msl_fault_words"));
 }
 
 void HostEncoder::add(const std::string& pipeline, const std::string& library,
                       const std::string& stub) {
   void* handle = open_library(library, RTLD_LOCAL);
-  Compiled compiled{symbol(handle, library, stub), nullptr, 0};
+  Compiled compiled{symbol(handle, library, stub)};
   bool is_checked = dlsym(handle, "__msl_checked") != nullptr;
   if (is_checked != options_.checked) {
     throw std::invalid_argument(library + " was compiled " +
                                 (is_checked ? "with checks, the encoder is without."
                                             : "without checks, the encoder needs them."));
   }
-  // A file without threadgroup variables has neither symbol.
-  if (const void* count = dlsym(handle, "__msl_threadgroup_variable_count")) {
-    compiled.variable_count = *static_cast<const uint64_t*>(count);
-    compiled.variables = symbol(handle, library, "__msl_threadgroup_variables");
-  }
+  // A file without threadgroup variables, or without tables, has no such symbols.
+  auto find = [&](const std::string& name, const void*& first, uint64_t& count) {
+    if (const void* n = dlsym(handle, (name + "_count").c_str())) {
+      count = *static_cast<const uint64_t*>(n);
+      first = symbol(handle, library, name + "s");
+    }
+  };
+  find("__msl_threadgroup_variable", compiled.variables, compiled.variable_count);
+  find("__msl_constant", compiled.constants, compiled.constant_count);
   compiled_[pipeline] = compiled;
 }
 

@@ -42,13 +42,16 @@ class HostEncoder : public Encoder {
  private:
   struct Compiled {
     void* stub;
-    const void* variables;  // threadgroup variables, of checked libraries
-    uint64_t variable_count;
+    const void* variables = nullptr;  // threadgroup variables, of checked libraries
+    uint64_t variable_count = 0;
+    const void* constants = nullptr;  // tables at program scope, of checked libraries
+    uint64_t constant_count = 0;
   };
   class Run;
 
   HostOptions options_;
   void* launch_;
+  const char* (*words_)(uint32_t);
   std::map<std::string, Compiled> compiled_;
   std::vector<Moved> moved_;
 };

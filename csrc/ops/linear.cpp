@@ -19,7 +19,7 @@ namespace {
 GemvTile lanes_tile(int cols, const std::vector<int>& bits, int rows) {
   int units = 0;
   for (int b : bits) {
-    units = std::gcd(units, cols * b / 128);
+    units = std::gcd(units, cols / unit_codes(b));
   }
   const int lanes = std::min(32, units & -units);
   const int steps = units / lanes;
@@ -66,7 +66,7 @@ void check_tile(const GemvTile& tile, const std::vector<MatrixSpec>& matrices, T
   bool fits = std::find(shapes.begin(), shapes.end(), std::pair{tile.r, tile.u}) != shapes.end() &&
               tile.simdgroups <= 16 && tile.simdgroups % tile.split == 0;
   for (const MatrixSpec& m : matrices) {
-    const int units = m.cols * kernel_bits(m, t) / 128;
+    const int units = m.cols / unit_codes(kernel_bits(m, t));
     fits = fits && (tile.mma ? m.cols == 128 * tile.u * tile.split
                              : units % (tile.lanes * tile.u * tile.split) == 0);
   }
@@ -148,7 +148,7 @@ Constants gemv_constants(Type t, const std::vector<MatrixSpec>& matrices, const 
           {"kQuantized3", quantized(3)}};
 }
 
-std::string gemv_refusal(Type t, const std::vector<MatrixSpec>& matrices, bool float32) {
+std::string gemv_refusal(const std::vector<MatrixSpec>& matrices, bool float32) {
   int group = 0;
   for (const MatrixSpec& m : matrices) {
     if (m.cols > (float32 ? 4096 : 8192)) {
@@ -158,9 +158,6 @@ std::string gemv_refusal(Type t, const std::vector<MatrixSpec>& matrices, bool f
       return "the weights of one launch differ in group size";
     }
     group = std::max(group, m.group);
-    if (m.cols * kernel_bits(m, t) % 128 != 0) {
-      return "a weight row of " + std::to_string(m.cols) + " columns is no multiple of 16 bytes";
-    }
   }
   return "";
 }
@@ -385,7 +382,7 @@ Choice linear_kernel(Target target, Type t, const std::vector<MatrixSpec>& matri
   }
   const bool one_row =
       is_metal(target) && std::all_of(matrices.begin(), matrices.end(), [&](const MatrixSpec& m) {
-        return gemv_refusal(t, {m}, float32).empty();
+        return gemv_refusal({m}, float32).empty();
       });
   if (rows == kAnyRows) {
     return chosen(one_row ? "gemv, gemv_rows, qgemm" : "gemv_rows, qgemm");

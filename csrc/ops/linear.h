@@ -48,7 +48,7 @@ struct GemvOptions {
 };
 
 // Why gemv.h has no kernel for a product of these, empty when it has.
-std::string gemv_refusal(Type t, const std::vector<MatrixSpec>& matrices, bool float32);
+std::string gemv_refusal(const std::vector<MatrixSpec>& matrices, bool float32);
 
 // y_i = W_i h for one to four matrices with the same columns and group, one dispatch.
 void add_gemv(Builder& b, const std::string& label, const std::vector<MatrixSlots>& matrices,

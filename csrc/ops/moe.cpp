@@ -84,7 +84,7 @@ Choice moe_step_kernel(Target target, Type t, const Moe<Specs>& m) {
   if (m.gate.bits != 0 && m.shared_gate.bits != 0 && m.gate.group != m.shared_gate.group) {
     return no("the shared expert's group size differs from the others'.");
   }
-  const std::string reason = gemv_refusal(t, {m.router, m.shared_router}, true);
+  const std::string reason = gemv_refusal({m.router, m.shared_router}, true);
   return reason.empty() ? chosen("moe_step") : no(reason + ".");
 }
 
@@ -331,10 +331,9 @@ void moe_pipelines(Target target, Type t, const Moe<Specs>& m, Pipelines& out) {
 namespace {
 
 MoeTile moe_tile(const Moe<Specs>& m, Type t, const TileFields& tiles) {
-  const int up = std::gcd(m.gate.cols * kernel_bits(m.gate, t) / 128,
-                          m.shared_gate.cols * kernel_bits(m.shared_gate, t) / 128);
-  const int down = std::gcd(m.down.cols * kernel_bits(m.down, t) / 128,
-                            m.shared_down.cols * kernel_bits(m.shared_down, t) / 128);
+  auto units = [t](const MatrixSpec& w) { return w.cols / unit_codes(kernel_bits(w, t)); };
+  const int up = std::gcd(units(m.gate), units(m.shared_gate));
+  const int down = std::gcd(units(m.down), units(m.shared_down));
   MoeTile tile;
   tile.up_lanes = largest_power(up, 32);
   const bool wide = tile.up_lanes == 32;

@@ -140,6 +140,34 @@ inline float sum(const F& v) {
   return a[0];
 }
 
+// Four codes of 6 bits lie in three bytes. Each lane gets the three with all but its own code
+// masked out: the code times a power of 64, which the scale takes out again, exactly.
+#define LILY_FOUR_TIMES(...) {__VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__}
+constexpr uint32_t kOwnCode[kLanes] = LILY_FOUR_TIMES(63, 63 << 6, 63 << 12, 63 << 18);
+constexpr float kPowers[kLanes] = LILY_FOUR_TIMES(1, 0x1p-6f, 0x1p-12f, 0x1p-18f);
+
+// Codes 16 j + kNative i and on of the 32 in 24 bytes.
+inline I spread_six(const uint8_t* c, int j, int i) {
+  U three;
+#if defined(__AVX2__)
+  // Of 16 bytes from 8 j on, so that nothing past the 24 is read.
+  alignas(64) uint8_t from[4 * kNative];
+  for (int b = 0; b < 4 * kNative; ++b) {
+    from[b] = b % 4 == 3 ? 0x80 : 4 * j + (i * kNative + b / 4) / 4 * 3 + b % 4;
+  }
+  const __m128i bytes = read<__m128i>(c + 8 * j);
+#if defined(__AVX512F__)
+  three = (U)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(0xffff, bytes), read<__m512i>(from));
+#else
+  three = (U)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(bytes), read<__m256i>(from));
+#endif
+#else
+  const uint8_t* p = c + 12 * j + i * kNative / 4 * 3;
+  three = U{} + (p[0] | uint32_t{p[1]} << 8 | uint32_t{p[2]} << 16);
+#endif
+  return (I)(three & read<U>(kOwnCode));
+}
+
 // One element of a half type.
 template <Type T>
 inline float element(const void* p, int64_t i) {
@@ -162,7 +190,13 @@ struct Row {
         vectors_per_group(m.group / kLanes) {}
 
   F scale(int group) const {
-    return splat(element<T>(scales, group));
+    F s = splat(element<T>(scales, group));
+    if constexpr (Bits == 6) {
+      for (V& part : s.part) {
+        part *= read<V>(kPowers);
+      }
+    }
+    return s;
   }
   F bias(int group) const {
     return splat(element<T>(biases, group));
@@ -170,10 +204,20 @@ struct Row {
   // Two vectors, v and v + 1, v even.
   void pair(int v, const F& s, const F& b, F out[2]) const {
     for (int i = 0; i < kParts; ++i) {
-      const uint8_t* c = codes + v * kLanes * Bits / 8 + i * kNative;
-      const I first = widen(c);
-      const I both[2] = {Bits == 4 ? first & 15 : first,
-                         Bits == 4 ? first >> 4 : widen(c + kLanes)};
+      const uint8_t* two = codes + v * kLanes * Bits / 8;
+      const uint8_t* c = two + i * kNative;  // where codes are whole bytes or halves
+      I both[2];
+      if constexpr (Bits == 4) {
+        const I bytes = widen(c);
+        both[0] = bytes & 15;
+        both[1] = bytes >> 4;
+      } else if constexpr (Bits == 6) {
+        both[0] = spread_six(two, 0, i);
+        both[1] = spread_six(two, 1, i);
+      } else {
+        both[0] = widen(c);
+        both[1] = widen(c + kLanes);
+      }
       for (int j = 0; j < 2; ++j) {
         out[j].part[i] = __builtin_convertvector(both[j], V) * s.part[i] + b.part[i];
       }
@@ -320,6 +364,8 @@ void with_format(const Matrix& m, Body&& body) {
   with_type(m.type, [&]<Type T>() {
     if (m.bits == 4) {
       body.template operator()<4, T>();
+    } else if (m.bits == 6) {
+      body.template operator()<6, T>();
     } else if (m.bits == 8) {
       body.template operator()<8, T>();
     } else {

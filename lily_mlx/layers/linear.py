@@ -25,7 +25,7 @@ def choose(
     refused = refusal(module)
     if refused is not None:
         return refused
-    return selection.linear(dtype, [spec.matrix(module)], rows=rows, float32=float32)
+    return selection.linear(dtype, (spec.read_matrix(module),), rows=rows, float32=float32)
 
 
 def project(x: mx.array, *modules: nn.Module, float32_out: bool = False) -> list[mx.array]:

@@ -4,8 +4,7 @@
 // past the vocabulary reads the last row instead of memory that is not there.
 //
 // Bytes: a row of codes, scales and biases read and columns * sizeof(A) written, for each id. Function
-// constants: 0 = bits (4, 8, or 16 for weights of type A), 1 = group. Columns are a multiple of
-// 8 and of the group.
+// constants: 0 = bits (16: weights of type A), 1 = group. Columns are a multiple of 8 and of the group.
 #pragma once
 
 #include "params.h"
@@ -42,8 +41,8 @@ template <typename A>
   const size_t group = row * size_t(p.columns / at_least_1(kGroup)) + k / at_least_1(kGroup);
   const float scale = float(scales[group]);
   const float bias = float(biases[group]);
-  const device uint* words = w + row * size_t(p.columns * kBits / 32) + k * kBits / 32;
+  const device uint* codes = w + row * size_t(p.columns * kBits / 32);
   for (int i = 0; i < 8; ++i) {
-    to[i] = A(fma(scale, float(code_in(words, i, kBits)), bias));
+    to[i] = A(fma(scale, float(code_in(codes, k, i, kBits)), bias));
   }
 }

@@ -134,9 +134,9 @@ template <typename A>
   const int g = (row * kK + k) / at_least_1(kGroup);
   const float scale = float(scales[g]);
   const float bias = float(biases[g]);
-  const device uint* p = w + row * (kK * kBits0 / 32) + k * kBits0 / 32;
+  const device uint* codes = w + row * (kK * kBits0 / 32);
   for (int i = 0; i < 8; ++i) {
-    h[k + i] = A(fma(scale, float(code_in(p, i, kBits0)), bias));
+    h[k + i] = A(fma(scale, float(code_in(codes, k, i, kBits0)), bias));
   }
 }
 

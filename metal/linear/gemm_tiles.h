@@ -15,7 +15,7 @@
 // result, 272 bytes a row. gemm_mma.h does all this its own way. Bytes: a threadgroup reads rows K values and
 // columns K codes with their scales; flops 2 rows columns K.
 //
-// Function constants: 0 = bits of a code (4, 8, or 16 for weights of type A without scales), 1 =
+// Function constants: 0 = bits of a code (16: weights of type A without scales), 1 =
 // group size (32, 64 or 128). K is a multiple of 32 and of the group; buffers are 16-byte aligned.
 #pragma once
 

@@ -6,7 +6,7 @@
 // unfused forms.
 //
 // Layout of threads. kLanes lanes share a row, so a simdgroup reads 32 / kLanes rows at
-// once, R deep: a block of R * 32 / kLanes rows. Each lane loads U 16-byte units of each
+// once, R deep: a block of R * 32 / kLanes rows. Each lane loads U units of each
 // of its R rows before it uses one; the first are issued before h is there, and before the
 // norm, which each threadgroup does again for itself (h comes from the cache). kSplit simdgroups may share a block, each a part
 // of K; their sums are added in order through threadgroup memory. A simdgroup does kBlocks blocks,
@@ -18,7 +18,7 @@
 // input, 12352 x 2048 at 4 bits, group 64: 14.2 MB; out_proj 2048 x 4096: 4.7 MB; router 257 x 2048
 // at 8 bits: 0.56 MB.
 //
-// Divisibility: K * bits / 128 by kLanes * U * kSplit; kLanes a power of two, at least R; K by
+// Divisibility: K / unit_codes(bits) by kLanes * U * kSplit; kLanes a power of two, at least R; K by
 // group and 8. Any number of rows.
 #pragma once
 
@@ -31,7 +31,7 @@ constant int kRows0 [[function_constant(1)]];  // rows of matrix 0 to 3; 0 when 
 constant int kRows1 [[function_constant(2)]];
 constant int kRows2 [[function_constant(3)]];
 constant int kRows3 [[function_constant(4)]];
-constant int kBits0 [[function_constant(5)]];  // 4, 8, or 16: not quantized
+constant int kBits0 [[function_constant(5)]];  // 16: not quantized
 constant int kBits1 [[function_constant(6)]];
 constant int kBits2 [[function_constant(7)]];
 constant int kBits3 [[function_constant(8)]];
@@ -48,7 +48,7 @@ constant bool kWriteX [[function_constant(18)]];
 constant float kEps [[function_constant(19)]];
 
 // Which arguments exist: matrix m is there when kRows<m> > 0, its scales and biases when its bits
-// are 4 or 8.
+// are not 16.
 constant bool kHas1 [[function_constant(23)]];
 constant bool kHas2 [[function_constant(24)]];
 constant bool kHas3 [[function_constant(25)]];

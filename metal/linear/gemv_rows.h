@@ -17,7 +17,7 @@
 // Threadgroup memory: 1 KB MT + 64 B. Bytes: W once; x ceil(N / rows a threadgroup) times, from
 // cache. Flops: 2 rows N K.
 //
-// Function constants: 0 = bits (4, 8, or 16 for weights of type A), 1 = group. K is a multiple of
+// Function constants: 0 = bits (16: weights of type A), 1 = group. K is a multiple of
 // 16 and of the group.
 #pragma once
 

@@ -22,7 +22,7 @@ METAL_FUNC void load_tile(thread Tile<A, R, U>& t, const device uint* w, const d
                           int bits, int group, int first_unit, int lanes) {
   for (int r = 0; r < R; ++r) {
     for (int u = 0; u < U; ++u) {
-      t.q[r * U + u] = unit_at(w, rows[r] * units + first_unit + u * lanes);
+      t.q[r * U + u] = unit_at(w, rows[r] * units + first_unit + u * lanes, bits);
     }
   }
   if (bits <= 8) {

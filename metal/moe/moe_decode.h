@@ -22,8 +22,8 @@
 // Bytes (35B, 4 bits, group 64): moe_gate_up 9 * 2 * 512 rows of 1152 = 10.6 MB; moe_down 2048 * 9
 // rows of 288 = 5.3 MB; logits, x and act stay in the cache.
 //
-// Divisibility: experts a multiple of 32, up to 512; kTopK up to 16; hidden * bits / 128 by
-// kUpLanes * kUpU; each width * bits / 128 by kDownLanes * kDownU; lanes powers of two; kUpLanes at
+// Divisibility: experts a multiple of 32, up to 512; kTopK up to 16; hidden / unit_codes(bits)
+// by kUpLanes * kUpU; each width / unit_codes(bits) by kDownLanes * kDownU; lanes powers of two; kUpLanes at
 // least kUpR; any width and any hidden size within that.
 #pragma once
 

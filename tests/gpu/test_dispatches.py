@@ -32,7 +32,7 @@ def place():
     config = tiny.config("moe", **{**small.DIMS, "num_key_value_heads": 2})
     model = Model(ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
-    nn.quantize(model, 64, 4, class_predicate=small.gates_in_8_bits)
+    nn.quantize(model, 64, 4, class_predicate=small.format_of(4, 64))
     return spec.model(model.language_model), executors.Host()
 
 

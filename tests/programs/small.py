@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -29,28 +30,44 @@ DIMS = dict(
 )  # fmt: skip
 
 
-def gates_in_8_bits(path: str, module: nn.Module) -> bool | dict[str, int]:
-    if not hasattr(module, "to_quantized"):
-        return False
-    wide = path.endswith(("mlp.gate", "shared_expert_gate"))
-    return {"group_size": 64, "bits": 8 if wide else 4}
+MIXED = {
+    "embed_tokens": 6, "lm_head": 8, "in_proj_qkv": 6, "in_proj_z": 4, "out_proj": 6, "q_proj": 4,
+    "k_proj": 6, "v_proj": 8, "o_proj": 6, "switch_mlp": 6, "shared_expert": 4,
+}  # fmt: skip
+"""Bits by a part of the path; the rest has 4."""
+
+
+def format_of(bits: int | dict[str, int], group: int) -> Callable[..., bool | dict[str, int]]:
+    """How a module is quantized, by its path: the gates with 8 bits, as checkpoints have them."""
+
+    def choose(path: str, module: nn.Module) -> bool | dict[str, int]:
+        if not hasattr(module, "to_quantized"):
+            return False
+        if path.endswith(("mlp.gate", "shared_expert_gate")):
+            return {"group_size": group, "bits": 8}
+        named = bits if isinstance(bits, dict) else {"": bits}
+        return {"group_size": group, "bits": next((b for n, b in named.items() if n in path), 4)}
+
+    return choose
 
 
 def model(
-    dtype: mx.Dtype = mx.bfloat16, bits: int = 4, seed: int = 0, **dims: Any
+    dtype: mx.Dtype = mx.bfloat16,
+    bits: int | dict[str, int] = 4,
+    seed: int = 0,
+    group: int = 64,
+    **dims: Any,
 ) -> tuple[Model, nn.Module]:
     """A random model of ours, and mlx-lm's own in float32 on the same dequantized weights."""
     config = tiny.config("moe", **{**DIMS, **dims})
     stock = tiny.stock_model(config, seed, dtype)
     if bits:
-        stock, _ = quantize_model(
-            stock, config, 64, bits, quant_predicate=lambda p, m: gates_in_8_bits(p, m)
-        )
+        stock, _ = quantize_model(stock, config, group, 4, quant_predicate=format_of(bits, group))
     ours = Model(ModelArgs.from_dict(config))
     twin = qwen3_5_moe.Model(qwen3_5_moe.ModelArgs.from_dict(config))
     if bits:
         for m in (ours, twin):
-            nn.quantize(m, 64, bits, class_predicate=gates_in_8_bits)
+            nn.quantize(m, group, 4, class_predicate=format_of(bits, group))
     ours.update(stock.parameters())
     twin.update(stock.parameters())
     ours.eval()

@@ -7,7 +7,7 @@ import small
 from mlx_lm.generate import generate_step as stock_generate_step
 
 import lily_mlx
-from lily_mlx import decode, kernels
+from lily_mlx import decode, kernels, selection, spec
 from lily_mlx.float32 import to_float32
 
 # A step's logits and caches against the reference's, over the largest value: bf16 rounds to 8 bits,
@@ -84,6 +84,30 @@ def test_logits_and_caches_are_the_references(dtype):
     assert following.tolist() == mx.argmax(got, axis=-1).tolist()
     for a, b in zip(small.arrays(host, 16), small.arrays(plain, 16), strict=True):
         assert small.error(a, b) < CACHES[dtype]
+
+
+@pytest.mark.parametrize("target", ["metal", "metal_nax", "cuda"])
+@pytest.mark.parametrize("bits", [6, small.MIXED], ids=["6 bits", "4, 6 and 8 bits"])
+@pytest.mark.parametrize("dtype", list(LOGITS), ids=str)
+def test_a_model_with_6_bits_has_every_kernel(dtype, bits, target):
+    """Its prompt by GEMMs and by row products, and its steps."""
+    ours, _ = small.model(dtype, bits, group=32)
+    assert selection.step(spec.model(ours.language_model), on=target)
+    ids = mx.array(np.random.default_rng(4).integers(0, 301, 23))
+
+    def run():
+        caches = ours.make_cache()
+        for part in (ids[:20], ids[20:]):
+            ours(part[None], cache=caches)
+        return small.steps(ours, [3, 4], caches)[0]
+
+    expected = run()
+    with kernels.metal_host(target=target):
+        got = run()
+    assert small.error(got, expected) < 1.5 * LOGITS[dtype]
+    ran = {(kind, kernel) for kind, kernel, _, _ in kernels.report()}
+    assert {kind for kind, kernel in ran if kernel == "reference"} <= {"attend"}
+    assert {("moe", "moe_gemm"), ("moe", "moe_rows"), ("decode_step", "decode_step")} <= ran
 
 
 def test_chunked_prefill_then_decode_end_to_end(half):

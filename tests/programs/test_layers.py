@@ -47,7 +47,7 @@ def test_projections(dtype, rows):
         compare(lambda w=wide: layers.project(x, *modules, float32_out=w), dtype, kernel)
 
 
-@pytest.mark.parametrize("bits, group", [(0, 0), (4, 32), (8, 128)])
+@pytest.mark.parametrize("bits, group", [(0, 0), (4, 32), (6, 32), (6, 64), (6, 128), (8, 128)])
 def test_projections_of_other_formats_and_mixed_ones(bits, group):
     mx.random.seed(1)
     dtype = mx.bfloat16
@@ -57,6 +57,18 @@ def test_projections_of_other_formats_and_mixed_ones(bits, group):
     for rows, kernel in ((1, "gemv"), (3, "gemv_rows"), (20, "qgemm")):
         x = normal((rows, 256), dtype)
         compare(lambda x=x: ops.project(x, [weight_of(m) for m in modules]), dtype, kernel)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("target", ["metal", "metal_nax", "cuda"])
+@pytest.mark.parametrize("group", [32, 64])
+def test_6_bits_for_any_rows(dtype, target, group):
+    mx.random.seed(group)
+    modules = [linear(n, 192, dtype, 6, group) for n in (1, 37, 70)]
+    few = ["gemv" if target != "cuda" else "gemv_rows"] + ["gemv_rows"] * 3
+    for rows, kernel in zip((1, 2, 5, 16, 17, 33), [*few, "qgemm", "qgemm"], strict=True):
+        x = normal((1, rows, 192), dtype)
+        compare(lambda x=x: layers.project(x, *modules), dtype, kernel, target=target)
 
 
 def test_float32_activations_have_no_kernels():
@@ -90,7 +102,7 @@ def test_rms_norm(dtype):
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("bits, group", [(0, 0), (4, 64), (8, 32)])
+@pytest.mark.parametrize("bits, group", [(0, 0), (4, 64), (6, 64), (8, 32)])
 def test_embedding_is_exact(dtype, bits, group):
     table = nn.Embedding(19, 160)
     table.set_dtype(dtype)
@@ -219,8 +231,9 @@ def test_moe(dtype, rows):
 
 
 @pytest.mark.parametrize("options",
-                         [dict(bits=8), dict(bits=0), dict(experts=7, top_k=3, normalize=False)],
-                         ids=["8 bits", "plain", "odd"])  # fmt: skip
+                         [dict(bits=6), dict(bits=8), dict(bits=0),
+                          dict(experts=7, top_k=3, normalize=False)],
+                         ids=["6 bits", "8 bits", "plain", "odd"])  # fmt: skip
 def test_moe_of_other_formats_and_shapes(options):
     layer = moe_layer(mx.bfloat16, **options)
     for rows, kernel in ((3, "moe_rows"), (40, "moe_gemm")):

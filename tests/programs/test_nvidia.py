@@ -130,12 +130,12 @@ def _other(shapes, hidden=2048, experts=256, heads=(16, 2), value_heads=32, bits
 
 
 @pytest.mark.parametrize("hidden", [1024, 2048, 2560, 4096])
-@pytest.mark.parametrize("bits", [0, 4, 8])
+@pytest.mark.parametrize("bits", [0, 4, 6, 8])
 def test_other_models_have_a_step_too(shapes, hidden, bits):
     """The tiles tuned for one model must not leave another without threads that fit."""
     for experts in (64, 256, 512):
         for heads, value_heads in (((4, 1), 16), ((16, 2), 32), ((32, 4), 64)):
-            for shared in (0, 4, 8):
+            for shared in (0, 4, 6, 8):
                 other = _other(shapes, hidden, experts, heads, value_heads, bits, shared)
                 for capacity in (256, 4096):
                     program = _ext.step_program("cuda", other, capacity).program

@@ -1,3 +1,4 @@
+#include <cstddef>
 #include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -506,6 +507,34 @@ __attribute__((visibility("default"))) void msl_launch(Launch* launch) {
     thread.join();
   for (size_t i = 0; i < std::size(kSignals); ++i)
     sigaction(kSignals[i], &previous[i], nullptr);
+}
+
+
+// For programs that embed the runtime and declare its structs themselves: what they must find.
+extern const uint64_t msl_abi[];
+const uint64_t msl_abi[] = {
+    sizeof(msl::Site), sizeof(msl::Fault), offsetof(msl::Fault, variable), sizeof(msl::Buffer),
+    sizeof(msl::Traffic), sizeof(msl::Variable), sizeof(msl::Launch),
+    offsetof(msl::Launch, workers), offsetof(msl::Launch, buffers), offsetof(msl::Launch, faults),
+    offsetof(msl::Launch, barriers), 0};
+
+// A fault's kind in words.
+const char* msl_fault_words(uint32_t kind) {
+  constexpr const char* words[msl::kFaultKinds] = {
+      "race on threadgroup memory",
+      "race on device memory",
+      "race between threadgroups",
+      "access out of bounds",
+      "barrier in divergent flow",
+      "simdgroup operation in divergent flow",
+      "read of threadgroup memory that nothing has written",
+      "read of device memory that nothing has written",
+      "write to an argument that the dispatch declares read",
+      "read of an argument that the dispatch declares written",
+      "misaligned vector access",
+      "integer division by zero, or of the least integer by -1",
+      "use of a thread's value that nothing has written"};
+  return kind < msl::kFaultKinds ? words[kind] : "unknown fault";
 }
 
 }  // extern "C"

@@ -68,7 +68,7 @@ def test_head_bundled() -> None:
     check_head("cpu", FP16, 4096, 256, 4, lanes=8, r=4, u=1, simdgroups=8, blocks=2)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_head_35b_rows(bits: int) -> None:
     check_head("cpu", BF16, 1003, 2048, bits, lanes=32, r=4, u=2, simdgroups=8, blocks=3)
 
@@ -100,7 +100,7 @@ def test_all_logits_equal_or_nan() -> None:
 
 
 @pytest.mark.parametrize("a", ["bf16", "fp16"])
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [4, 6, 8, 16])
 def test_embedding(a: str, bits: int) -> None:
     a = DTYPES[a]
     rng = np.random.default_rng(6)

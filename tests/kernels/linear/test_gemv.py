@@ -90,9 +90,9 @@ SHAPES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)]
 @pytest.mark.parametrize("i", range(len(SHAPES)), ids=[f"r{r}u{u}" for r, u in SHAPES])
 def test_every_shape_checked(i: int) -> None:
     r, u = SHAPES[i]
-    bits = [4, 8][i % 2]
+    bits = [4, 6, 8][i % 3]
     lanes = 8
-    k = lanes * u * (128 // bits) * (1 + i % 3)
+    k = lanes * u * {4: 32, 6: 16, 8: 16}[bits] * (1 + i % 3)
     group = 32 if k % 64 else 64
     run(
         "checked",
@@ -114,7 +114,7 @@ def test_four_matrices_of_different_bits_with_norm_checked() -> None:
         BF16,
         512,
         [9, 5, 1, 3],
-        [4, 8, 16, 4],
+        [4, 8, 16, 6],
         64,
         lanes=8,
         r=2,
@@ -178,10 +178,10 @@ def test_more_pieces_than_threads_checked() -> None:
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("a", ["bf16", "fp16"])
 def test_formats(a: str, bits: int, group: int) -> None:
-    # lanes * u units of 4 bits are 2048 values, of 8 bits 1024.
+    # lanes * u units of 4 bits are 2048 values, of 6 or 8 bits 1024.
     run("cpu", DTYPES[a], 2048, [37], [bits], group, lanes=32, r=2, u=2, norm=True, write_x=True)
 
 

@@ -60,11 +60,12 @@ def test_lanes_a_row(lanes):
     check(BF16, 5, [21], 512, lanes=lanes, out=FP32)
 
 
-@pytest.mark.parametrize("bits,group", [(4, 32), (8, 128)])
+@pytest.mark.parametrize("bits,group", [(4, 32), (6, 32), (6, 64), (6, 128), (8, 128)])
 @halves
 def test_formats(bits, group, a):
     for rows in (2, 6, 16):
         check(a, rows, [20], 256, bits, group, FP32)
+    check(a, 1, [3], 3 * group, bits, group, FP32, "checked")
 
 
 @halves

@@ -61,7 +61,7 @@ def test_ragged_columns(n, out):
     check(BF16, 5, [n], 128, out=out)
 
 
-@pytest.mark.parametrize("bits,group", [(4, 32), (8, 128)])
+@pytest.mark.parametrize("bits,group", [(4, 32), (6, 32), (6, 64), (6, 128), (8, 128)])
 @halves
 def test_formats(bits, group, a):
     check(a, 18, [64], 256, bits, group)
@@ -107,6 +107,7 @@ def test_checked(block):
 
 def test_checked_formats():
     check(FP16, 3, [65], 128, 8, 128, block=16, host="checked")
+    check(BF16, 3, [65], 96, 6, 32, block=16, host="checked")
 
 
 # ---------------------------------------------------------------- other matrix units
@@ -150,7 +151,7 @@ def test_sync(a, block):
 
 
 @halves
-@pytest.mark.parametrize("bits,group", [(4, 32), (4, 128), (8, 64)])
+@pytest.mark.parametrize("bits,group", [(4, 32), (4, 128), (6, 32), (6, 64), (6, 128), (8, 64)])
 @pytest.mark.parametrize("block", SYNC_BLOCKS)
 def test_sync_formats(a, bits, group, block):
     check(a, 18, [72], 256, bits, group, block=block, **MMA)
@@ -190,4 +191,5 @@ def test_sync_checked(block):
     options = dict(block=block, host="checked", **MMA)
     check(BF16, 19, [132], 64, **options)
     check(FP16, block + 1, [3], 64, 8, 64, **options)
+    check(BF16, 3, [65], 96, 6, 32, **options)
     check(BF16, 3, (64, 1, 3, 5), 64, **options)

@@ -228,6 +228,11 @@ def test_mixed_bits_checked() -> None:
     )
     check_layer(
         "checked",
+        Shape(32, 2, 256, 128, 64, bits=6, shared_bits=4, up=(8, 1, 1, 2), down=(2, 4, 1)),
+        BF16,
+    )
+    check_layer(
+        "checked",
         Shape(32, 2, 256, 64, 64, bits=16, shared_bits=16, up=(8, 1, 2, 2), down=(8, 8, 1)),
         BF16,
     )
@@ -238,7 +243,7 @@ def test_no_renormalising_checked() -> None:
 
 
 @pytest.mark.parametrize("a", ["bf16", "fp16"])
-@pytest.mark.parametrize("bits,group", [(4, 32), (4, 64), (8, 32), (8, 64)])
+@pytest.mark.parametrize("bits,group", [(4, 32), (4, 64), (6, 32), (6, 64), (8, 32), (8, 64)])
 def test_bundled_layer(a: str, bits: int, group: int) -> None:
     s = Shape(
         32,

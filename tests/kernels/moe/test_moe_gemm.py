@@ -28,8 +28,16 @@ def test_first_and_last_expert_alone():
 
 
 @halves
-def test_8_bits(a):
-    check_grouped(Experts(a, 9, 128, 64, 4, bits=8), spread_ids(9, 2, 4), 16)
+@pytest.mark.parametrize("bits", [6, 8])
+@pytest.mark.parametrize("prefix", ["", "mma_"])
+def test_formats(a, bits, prefix):
+    check_grouped(Experts(a, 9, 128, 64, 4, bits), spread_ids(9, 2, 4), 16, prefix=prefix)
+
+
+@halves
+@pytest.mark.parametrize("bits", [6, 8])
+def test_nax_formats(a, bits):
+    check_grouped(Experts(a, 9, 128, 64, 4, bits), spread_ids(9, 2, 4), 32, prefix="nax_")
 
 
 def test_a_hidden_size_that_is_no_multiple_of_the_column_block():

@@ -44,6 +44,12 @@ def test_all_on_one_and_all_apart():
         check(e, np.arange(tokens)[:, None])
 
 
+@halves
+@pytest.mark.parametrize("bits", [6, 8])
+def test_formats(a, bits):
+    check(Experts(a, 5, 96, 32, 4, bits, 32), spread_ids(5, 2, 4), "checked")
+
+
 @pytest.mark.parametrize("host", HOSTS)
 def test_width_that_is_no_multiple_of_the_columns(host):
     for hidden in (32, 96):

@@ -13,7 +13,7 @@ from .numbers import F64, Dtype
 class Weight:
     """A weight matrix [..., N, K] as it is stored, and its exact values as float32.
 
-    bits 4 or 8: `w` holds uint32 words [..., N, K * bits / 32]; else `w` holds values of the dtype.
+    bits up to 8: `w` holds uint32 words [..., N, K * bits / 32]; else values of the dtype.
     """
 
     w: np.ndarray
@@ -54,17 +54,17 @@ def make_weight(
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes to little-endian uint32 words, lowest bits first."""
-    per = 32 // bits
-    c = codes.reshape(*codes.shape[:-1], -1, per).astype(np.uint32)
-    return np.bitwise_or.reduce(c << (np.arange(per, dtype=np.uint32) * bits), axis=-1)
+    """Codes to little-endian uint32 words, lowest bits first; a code may cross words."""
+    ones = (codes.astype(np.uint8)[..., None] >> np.arange(bits, dtype=np.uint8)) & 1
+    rows = ones.reshape(*codes.shape[:-1], -1)
+    return np.packbits(rows, axis=-1, bitorder="little").view("<u4")
 
 
 def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     """The inverse of `pack`."""
-    shifts = np.arange(32 // bits, dtype=np.uint32) * np.uint32(bits)
-    codes = (words[..., None] >> shifts) & np.uint32(2**bits - 1)
-    return codes.reshape(*words.shape[:-1], -1)
+    ones = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
+    ones = ones.reshape(*words.shape[:-1], -1, bits)
+    return np.packbits(ones, axis=-1, bitorder="little")[..., 0].astype(np.uint32)
 
 
 def dequantize(

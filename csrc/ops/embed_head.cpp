@@ -138,9 +138,7 @@ void add_head_row(Builder& b, const MatrixSlots& head, std::optional<SlotId> nor
   int simdgroups = tile.simdgroups;
   override_field(simdgroups, o.tiles, "argmax.simdgroups");
   Dispatch a(kernels().at("argmax_final"));
-  set_constants(a, {{"kSimdgroups", int32_t{simdgroups}},
-                    {"kPartials", int32_t{partials}},
-                    {"kAdvance", false}});
+  set_constants(a, {{"kSimdgroups", int32_t{simdgroups}}, {"kPartials", int32_t{partials}}});
   a.read("partial_values", values).read("partial_ids", ids).write("token", next);
   a.grid(1).threads(32 * simdgroups);
   b.add(std::move(a), "argmax");

@@ -390,14 +390,10 @@ Constants moe_constants(const Moe<Specs>& m, Type t, const MoeTile& tile, bool s
           {"kDownLanes", int32_t{tile.down_lanes}},
           {"kDownR", int32_t{tile.down_r}},
           {"kDownU", int32_t{tile.down_u}},
-          {"kHasExperts", true},
-          {"kHasShared", true},
           {"kExpertScales", m.gate.bits != 0},
           {"kSharedScales", m.shared_gate.bits != 0},
           {"kSelect", select},
-          {"kGivenIds", !select},
-          {"kSharedGiven", false},
-          {"kSharedGate", true}};
+          {"kGivenIds", !select}};
 }
 
 void add_gate_up(Builder& b, const Moe<Specs>& m, const Moe<Slots>& w, const MoeTile& tile,

@@ -20,7 +20,6 @@ namespace lily {
 
 constant bool kWriteLogits [[function_constant(20)]];
 constant int kPartials [[function_constant(21)]];  // threadgroups of the first stage
-constant bool kAdvance [[function_constant(22)]];  // argmax_final adds 1 to the position
 
 struct Best {
   float value;

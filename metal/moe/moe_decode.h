@@ -11,8 +11,7 @@
 // past the experts reads the last one's weights instead of memory that is not there.
 //
 // moe_route.h: the pick apart, in front of moe_gate_up: the form of NVIDIA's GPUs, on which what a
-// kernel knows of before the previous one has ended is on its way by then. The shared expert apart:
-// moe_gate_up with kTopK = 0, a GEMV with fp32 results, and moe_down with kSharedGiven.
+// kernel knows of before the previous one has ended is on its way by then.
 //
 // Layout of threads. moe_gate_up: a threadgroup works on one slot; kUpLanes lanes share a row, a
 // simdgroup does kUpR * 32 / kUpLanes values of act, reading each one's gate row and up row; x is
@@ -33,11 +32,11 @@
 namespace lily {
 
 constant int kExperts [[function_constant(80)]];
-constant int kTopK [[function_constant(81)]];  // 0: the shared expert alone
+constant int kTopK [[function_constant(81)]];
 constant bool kNormTopK [[function_constant(82)]];
 constant int kHidden [[function_constant(83)]];
 constant int kWidth [[function_constant(84)]];
-constant int kSharedWidth [[function_constant(85)]];  // 0: no shared expert here
+constant int kSharedWidth [[function_constant(85)]];
 constant int kExpertBits [[function_constant(86)]];
 constant int kSharedBits [[function_constant(87)]];
 constant int kMoeGroup [[function_constant(88)]];
@@ -49,15 +48,10 @@ constant int kDownLanes [[function_constant(93)]];
 constant int kDownR [[function_constant(94)]];
 constant int kDownU [[function_constant(95)]];
 // Which arguments exist.
-constant bool kHasExperts [[function_constant(96)]];    // kTopK > 0
-constant bool kHasShared [[function_constant(97)]];     // kSharedWidth > 0
-constant bool kExpertScales [[function_constant(98)]];  // kHasExperts and kExpertBits <= 8
-constant bool kSharedScales [[function_constant(99)]];  // kHasShared and kSharedBits <= 8
+constant bool kExpertScales [[function_constant(98)]];  // kExpertBits <= 8
+constant bool kSharedScales [[function_constant(99)]];  // kSharedBits <= 8
 constant bool kSelect [[function_constant(100)]];  // moe_gate_up picks, and writes ids and weights
 constant bool kGivenIds [[function_constant(101)]];  // moe_gate_up reads ids; moe_route wrote them
-constant bool kSharedGiven
-    [[function_constant(102)]];  // moe_down adds a shared product made elsewhere
-constant bool kSharedGate [[function_constant(103)]];  // moe_down: kHasShared or kSharedGiven
 
 constant constexpr int kMaxTopK = 16;
 constant constexpr int kMaxChunks = 16;    // of 32 experts
@@ -285,17 +279,16 @@ template <typename A, int KMAX>
     const device A* x [[buffer(0)]],
     const device float* logits [[buffer(1), function_constant(kSelect)]],
     const device uint* given_ids [[buffer(2), function_constant(kGivenIds)]],
-    const device uint* gate_w
-    [[buffer(3), function_constant(kHasExperts)]],  // [experts][width][...]
+    const device uint* gate_w [[buffer(3)]],  // [experts][width][...]
     const device A* gate_scales [[buffer(4), function_constant(kExpertScales)]],
     const device A* gate_biases [[buffer(5), function_constant(kExpertScales)]],
-    const device uint* up_w [[buffer(6), function_constant(kHasExperts)]],
+    const device uint* up_w [[buffer(6)]],
     const device A* up_scales [[buffer(7), function_constant(kExpertScales)]],
     const device A* up_biases [[buffer(8), function_constant(kExpertScales)]],
-    const device uint* shared_gate_w [[buffer(9), function_constant(kHasShared)]],
+    const device uint* shared_gate_w [[buffer(9)]],
     const device A* shared_gate_scales [[buffer(10), function_constant(kSharedScales)]],
     const device A* shared_gate_biases [[buffer(11), function_constant(kSharedScales)]],
-    const device uint* shared_up_w [[buffer(12), function_constant(kHasShared)]],
+    const device uint* shared_up_w [[buffer(12)]],
     const device A* shared_up_scales [[buffer(13), function_constant(kSharedScales)]],
     const device A* shared_up_biases [[buffer(14), function_constant(kSharedScales)]],
     device A* act [[buffer(15)]],  // [kTopK][kWidth], then [kSharedWidth]
@@ -313,7 +306,7 @@ template <typename A, int KMAX>
 
   const int rows = kUpSimdgroups * kUpR * (32 / at_least_1(kUpLanes));
   const int slot_groups = (kWidth + rows - 1) / at_least_1(rows);
-  const bool shared = kHasShared && int(group.x) >= kTopK * slot_groups;
+  const bool shared = int(group.x) >= kTopK * slot_groups;
   const int slot = shared ? kTopK : int(group.x) / at_least_1(slot_groups);
   const int block = (int(group.x) - slot * slot_groups) * kUpSimdgroups + int(simdgroup);
 
@@ -433,30 +426,27 @@ METAL_FUNC void down_body(Rows3<A> down, const device A* act, threadgroup float*
 
 #define LILY_DOWN_SHAPES(CASE) CASE(1, 1) CASE(2, 1) CASE(4, 1) CASE(8, 1) CASE(2, 2) CASE(4, 2)
 
-// Grid: ceil(hidden / rows), rows = kDownR * 32 / kDownLanes, at most 64; threads: 32 * (kTopK + 1
-// if kHasShared), at least `rows`.
+// Grid: ceil(hidden / rows), rows = kDownR * 32 / kDownLanes, at most 64; threads: 32 *
+// (kTopK + 1), at least `rows`.
 template <typename A>
 [[kernel]] void moe_down(
     const device A* act [[buffer(0)]],
-    const device uint* ids [[buffer(1), function_constant(kHasExperts)]],
-    const device float* weights [[buffer(2), function_constant(kHasExperts)]],
-    const device uint* down_w
-    [[buffer(3), function_constant(kHasExperts)]],  // [experts][hidden][...]
+    const device uint* ids [[buffer(1)]], const device float* weights [[buffer(2)]],
+    const device uint* down_w [[buffer(3)]],  // [experts][hidden][...]
     const device A* down_scales [[buffer(4), function_constant(kExpertScales)]],
     const device A* down_biases [[buffer(5), function_constant(kExpertScales)]],
-    const device uint* shared_down_w [[buffer(6), function_constant(kHasShared)]],
+    const device uint* shared_down_w [[buffer(6)]],
     const device A* shared_down_scales [[buffer(7), function_constant(kSharedScales)]],
     const device A* shared_down_biases [[buffer(8), function_constant(kSharedScales)]],
-    const device float* shared_gate [[buffer(9), function_constant(kSharedGate)]],  // [1], a logit
-    const device float* shared_product [[buffer(10), function_constant(kSharedGiven)]],  // [hidden]
-    const device A* h [[buffer(11)]], device A* out [[buffer(12)]],
+    const device float* shared_gate [[buffer(9)]],  // [1], a logit
+    const device A* h [[buffer(10)]], device A* out [[buffer(11)]],
     uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float products[(kMaxTopK + 1) * kMaxDownRows];
   const int rows = kDownR * (32 / at_least_1(kDownLanes));
   const int row0 = int(group.x) * rows;
   const int slot = int(simdgroup);
-  const bool shared = kHasShared && slot == kTopK;
+  const bool shared = slot == kTopK;
   // What the sum over slots needs, before the products: nobody waits for it then.
   const int row = row0 + int(tid);
   const bool owner = int(tid) < rows && row < kHidden;
@@ -474,10 +464,10 @@ template <typename A>
         weight[s] = weights[s];
       }
     }
-    gate = kSharedGate ? shared_gate[0] : 0.0f;
+    gate = shared_gate[0];
     before = float(h[row]);
   }
-  if (kHasExperts && !shared) {
+  if (!shared) {
     first_row = int(min(ids[slot], uint(kExperts - 1))) * kHidden;
   }
   Rows3<A> down;
@@ -500,10 +490,8 @@ template <typename A>
         y = fma(weight[s], products[s * kMaxDownRows + int(tid)], y);
       }
     }
-    if (kSharedGate) {
-      const float p = kHasShared ? products[kTopK * kMaxDownRows + int(tid)] : shared_product[row];
-      y = fma(sigmoid(gate), p, y);
-    }
+    const float p = products[kTopK * kMaxDownRows + int(tid)];
+    y = fma(sigmoid(gate), p, y);
     out[row] = A(before + float(A(y)));
   }
 }

@@ -320,9 +320,8 @@ def _gate_up(d: Dispatch) -> float:
         (_experts(d, "gate", width, c["kHidden"]), _experts(d, "up", width, c["kHidden"]), int(e))
         for e in ids
     ]
-    if c["kHasShared"]:
-        size = (c["kSharedWidth"], c["kHidden"])
-        slots.append((_shared(d, "gate", *size), _shared(d, "up", *size), 0))
+    size = (c["kSharedWidth"], c["kHidden"])
+    slots.append((_shared(d, "gate", *size), _shared(d, "up", *size), 0))
     at = 0
     for gate, up, e in slots:
         (g, g_size), (u, u_size) = gate.product(x, e), up.product(x, e)
@@ -341,10 +340,9 @@ def _moe_down(d: Dispatch) -> float:
     for i, (e, w) in enumerate(zip(d["ids"], d["weights"], strict=True)):
         p, n = down.product(act[i * width : (i + 1) * width], int(e))
         y, size = y + float(w) * p, size + float(w) * n
-    if c["kHasShared"]:
-        p, n = _shared(d, "down", hidden, c["kSharedWidth"]).product(act[c["kTopK"] * width :])
-        gate = float(ref.sigmoid(d["shared_gate"])[0])
-        y, size = y + gate * p, size + gate * n
+    p, n = _shared(d, "down", hidden, c["kSharedWidth"]).product(act[c["kTopK"] * width :])
+    gate = float(ref.sigmoid(d["shared_gate"])[0])
+    y, size = y + gate * p, size + gate * n
     want = d["h"].astype(F64) + y  # y is rounded before the residual is added
     return _worst((d["out"], want, A, size + np.abs(y) * A.ulp * 2.6e5))
 

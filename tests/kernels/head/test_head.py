@@ -22,12 +22,12 @@ from tests.kernels.reference import (
 
 def run_head(
     host: str, a: Dtype, w: Weight, h: np.ndarray, norm_weight: np.ndarray, logits: bool, **shape
-) -> tuple[int, np.ndarray, int]:
-    """(token, logits, position) after head_gemv and argmax_final; the position starts at 41."""
+) -> tuple[int, np.ndarray]:
+    """(token, logits) after head_gemv and argmax_final."""
     n, k = w.values.shape
     c = gemv_constants(k, [w], norm=True, **shape)
     groups = gemv_grid(c)
-    c |= {20: logits, 21: groups, 22: True}
+    c |= {20: logits, 21: groups}
     values, ids = np.full(groups, np.nan, np.float32), np.full(groups, 7, np.uint32)
     out = np.full(n, np.nan, np.float32)
     buffers = {0: h, 1: norm_weight, 6: values, 7: ids}
@@ -36,9 +36,9 @@ def run_head(
         buffers[5] = out
     threads = 32 * c[14]
     launch(f"head_gemv_{a.name}_k{kmax(k)}", buffers, groups, threads, host, c)
-    token, position = np.zeros(1, np.uint32), np.full(1, 41, np.int32)
-    launch("argmax_final", [values, ids, token, position], 1, threads, host, c)
-    return int(token[0]), out, int(position[0])
+    token = np.zeros(1, np.uint32)
+    launch("argmax_final", [values, ids, token], 1, threads, host, c)
+    return int(token[0]), out
 
 
 def head_case(
@@ -52,12 +52,11 @@ def head_case(
 
 def check_head(host: str, a: Dtype, n: int, k: int, bits: int, **shape) -> None:
     w, h, norm_weight, x = head_case(a, n, k, bits)
-    token, logits, position = run_head(host, a, w, h, norm_weight, True, **shape)
+    token, logits = run_head(host, a, w, h, norm_weight, True, **shape)
     exact, size = product(w, x)
     # The norm may round a few values of x the other way.
     assert_rounded(logits, exact, FP32, size * (1 + a.ulp * 1e4))
     assert token == int(np.argmax(logits))
-    assert position == 42
     assert run_head(host, a, w, h, norm_weight, False, **shape)[0] == token
 
 
@@ -75,7 +74,8 @@ def test_head_35b_rows(bits: int) -> None:
 
 
 @pytest.mark.parametrize("twins", [(3, 4), (40, 2), (7, 44), (0, 1)])
-def test_equal_logits_choose_the_lowest_id(twins: tuple[int, int]) -> None:
+@pytest.mark.parametrize("host", ["checked", "cpu"])
+def test_equal_logits_choose_the_lowest_id(host: str, twins: tuple[int, int]) -> None:
     """Twin rows in one lane group, in two simdgroups, in two threadgroups."""
     a, n, k = BF16, 45, 256
     w, h, norm_weight, x = head_case(a, n, k, 4)
@@ -84,7 +84,7 @@ def test_equal_logits_choose_the_lowest_id(twins: tuple[int, int]) -> None:
         for part in (w.w, w.scales, w.biases, w.values):
             part[t] = part[best]
     shape = {"lanes": 8, "r": 2, "u": 1, "simdgroups": 2, "blocks": 2}
-    token, logits, _ = run_head("cpu", a, w, h, norm_weight, True, **shape)
+    token, logits = run_head(host, a, w, h, norm_weight, True, **shape)
     assert logits[twins[0]] == logits[twins[1]]
     assert token == min(*twins, best)
 
@@ -99,24 +99,6 @@ def test_all_logits_equal_or_nan() -> None:
     )
 
 
-@pytest.mark.parametrize("host", ["checked", "cpu"])
-def test_argmax_of_logits_in_memory(host: str) -> None:
-    rng = np.random.default_rng(5)
-    n, groups = 777, 3
-    w = make_weight(rng, (n, 256), BF16, 4, 64)
-    c = gemv_constants(256, [w], simdgroups=2) | {20: False, 21: groups, 22: False}
-    logits = rng.standard_normal(n).astype(np.float32)
-    logits[[650, 131]] = 9.0
-    values, ids, token = (
-        np.zeros(groups, np.float32),
-        np.zeros(groups, np.uint32),
-        np.zeros(1, np.uint32),
-    )
-    launch("argmax_logits", [logits, values, ids], groups, 64, host, c)
-    launch("argmax_final", [values, ids, token], 1, 64, host, c)
-    assert token[0] == 131
-
-
 @pytest.mark.parametrize("a", ["bf16", "fp16"])
 @pytest.mark.parametrize("bits", [4, 6, 8, 16])
 def test_embedding(a: str, bits: int) -> None:
@@ -124,7 +106,7 @@ def test_embedding(a: str, bits: int) -> None:
     rng = np.random.default_rng(6)
     k, n, group = 320, 11, 32
     w = make_weight(rng, (n, k), a, bits, group)
-    c = gemv_constants(k, [w], simdgroups=1) | {20: False, 21: 1, 22: False}
+    c = gemv_constants(k, [w], simdgroups=1) | {20: False, 21: 1}
     for token, row in ((0, 0), (10, 10), (11, 10), (2**32 - 1, 10)):
         h = a.empty(k)
         buffers = {0: np.array([token], np.uint32), 4: h, **weight_buffers(w, 1)}

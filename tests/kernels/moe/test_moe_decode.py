@@ -1,5 +1,5 @@
-"""The experts of one row: the pick with its ties, gate + up + SwiGLU, down + combine, and the
-unfused forms.
+"""The experts of one row: the pick with its ties, gate + up + SwiGLU, down + combine, and the pick
+apart.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ import pytest
 
 from tests.kernels.harness import (
     ceil_div,
-    gemv_constants,
-    gemv_grid,
-    gemv_name,
     kmax,
     launch,
     weight_buffers,
@@ -22,7 +19,6 @@ from tests.kernels.reference import (
     BF16,
     DTYPES,
     FP16,
-    FP32,
     Dtype,
     Weight,
     assert_rounded,
@@ -49,10 +45,8 @@ class Shape:
     norm: bool = True
 
 
-def constants(
-    s: Shape, *, select: bool = True, given_ids: bool = False, shared_given: bool = False
-) -> dict:
-    routed, shared = s.top_k > 0, s.shared > 0
+def constants(s: Shape, *, select: bool = True) -> dict:
+    """select: moe_gate_up picks; else ids are given."""
     return {
         80: s.experts,
         81: s.top_k,
@@ -70,14 +64,10 @@ def constants(
         93: s.down[0],
         94: s.down[1],
         95: s.down[2],
-        96: routed,
-        97: shared,
-        98: routed and s.bits <= 8,
-        99: shared and s.shared_bits <= 8,
-        100: select and routed,
-        101: given_ids,
-        102: shared_given,
-        103: shared or shared_given,
+        98: s.bits <= 8,
+        99: s.shared_bits <= 8,
+        100: select,
+        101: not select,
         104: False,
     }
 
@@ -92,8 +82,8 @@ class Layer:
         def experts(n: int, k: int) -> Weight:
             return make_weight(rng, (s.experts, n, k), a, s.bits, s.group)
 
-        def shared(n: int, k: int) -> Weight | None:
-            return make_weight(rng, (n, k), a, s.shared_bits, s.group) if s.shared else None
+        def shared(n: int, k: int) -> Weight:
+            return make_weight(rng, (n, k), a, s.shared_bits, s.group)
 
         self.gate, self.up, self.down = (
             experts(s.width, s.hidden),
@@ -116,18 +106,16 @@ class Layer:
         top_k, width, shared = c[81], c[84], c[85]
         act = a.empty(top_k * width + shared)
         out_ids, weights = (
-            np.full(max(top_k, 1), 2**31, np.uint32),
-            np.full(max(top_k, 1), np.nan, np.float32),
+            np.full(top_k, 2**31, np.uint32),
+            np.full(top_k, np.nan, np.float32),
         )
         buffers = {0: self.x, 15: act}
         if c[100]:
             buffers |= {1: self.logits, 16: out_ids, 17: weights}
         if c[101]:
             buffers[2] = ids
-        if top_k:
-            buffers |= weight_buffers(self.gate, 3) | weight_buffers(self.up, 6)
-        if shared:
-            buffers |= weight_buffers(self.shared_gate, 9) | weight_buffers(self.shared_up, 12)
+        buffers |= weight_buffers(self.gate, 3) | weight_buffers(self.up, 6)
+        buffers |= weight_buffers(self.shared_gate, 9) | weight_buffers(self.shared_up, 12)
         rows = c[92] * c[90] * (32 // c[89])
         grid = top_k * ceil_div(width, rows) + ceil_div(shared, rows)
         name = f"moe_gate_up_{a.name}_k{kmax(s.hidden)}"
@@ -141,21 +129,13 @@ class Layer:
         act: np.ndarray,
         ids: np.ndarray,
         weights: np.ndarray,
-        shared_product: np.ndarray | None = None,
     ) -> np.ndarray:
         s, a = self.s, self.a
         out = a.empty(s.hidden)
-        buffers = {0: act, 11: self.h, 12: out}
-        if c[81]:
-            buffers |= {1: ids, 2: weights} | weight_buffers(self.down, 3)
-        if c[85]:
-            buffers |= weight_buffers(self.shared_down, 6)
-        if c[103]:
-            buffers[9] = self.gate_logit
-        if c[102]:
-            buffers[10] = shared_product
+        buffers = {0: act, 1: ids, 2: weights, 9: self.gate_logit, 10: self.h, 11: out}
+        buffers |= weight_buffers(self.down, 3) | weight_buffers(self.shared_down, 6)
         rows = c[94] * (32 // c[93])
-        threads = 32 * (c[81] + (c[85] > 0))
+        threads = 32 * (c[81] + 1)
         launch(f"moe_down_{a.name}", buffers, ceil_div(s.hidden, rows), threads, host, c)
         return out
 
@@ -167,10 +147,9 @@ class Layer:
             self._check_slot(
                 got[i * s.width : (i + 1) * s.width], self.gate, self.up, int(e), x, f"slot {i}"
             )
-        if s.shared:
-            self._check_slot(
-                got[len(ids) * s.width :], self.shared_gate, self.shared_up, None, x, "shared"
-            )
+        self._check_slot(
+            got[len(ids) * s.width :], self.shared_gate, self.shared_up, None, x, "shared"
+        )
 
     def _check_slot(
         self, got: np.ndarray, gate: Weight, up: Weight, e: int | None, x: np.ndarray, what: str
@@ -190,10 +169,9 @@ class Layer:
         for i, (e, w) in enumerate(zip(ids, weights, strict=True)):
             p, n = product(_one(self.down, int(e)), x[i * s.width : (i + 1) * s.width])
             y, size = y + float(w) * p, size + float(w) * n
-        if s.shared:
-            p, n = product(self.shared_down, x[len(ids) * s.width :])
-            gate = float(sigmoid(self.gate_logit)[0])
-            y, size = y + gate * p, size + gate * n
+        p, n = product(self.shared_down, x[len(ids) * s.width :])
+        gate = float(sigmoid(self.gate_logit)[0])
+        y, size = y + gate * p, size + gate * n
         # y is rounded before the residual is added.
         want = a.load(self.h).astype(np.float64) + y
         assert_rounded(a.load(out), want, a, size + np.abs(y) * a.ulp * 2.6e5, "out")
@@ -260,8 +238,8 @@ def test_mixed_bits_checked() -> None:
     )
 
 
-def test_no_shared_expert_and_no_renormalising() -> None:
-    check_layer("checked", Shape(64, 4, 256, 64, 0, norm=False), BF16)
+def test_no_renormalising_checked() -> None:
+    check_layer("checked", Shape(64, 4, 256, 64, 64, norm=False), BF16)
 
 
 @pytest.mark.parametrize("a", ["bf16", "fp16"])
@@ -303,7 +281,7 @@ def pick(
     ahead: int = 0,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """ahead: threadgroups that ask for weights meanwhile."""
-    s = Shape(len(logits), top_k, 256, 64, 0, norm=norm, up=(8, 1, 1, simdgroups))
+    s = Shape(len(logits), top_k, 256, 64, 64, norm=norm, up=(8, 1, 1, simdgroups))
     ids, weights = np.full(top_k, 2**31, np.uint32), np.full(top_k, np.nan, np.float32)
     buffers = {0: logits, 1: ids, 2: weights, 4: 128}
     if ahead:
@@ -364,33 +342,19 @@ def test_pick_does_not_depend_on_the_threads(simdgroups: int) -> None:
         np.testing.assert_array_equal(x, y)
 
 
-# ---------------------------------------------------------------- unfused forms
+# ---------------------------------------------------------------- the pick apart
 
 
-def test_unfused_forms_equal_the_fused_one() -> None:
-    """Router's pick apart; shared expert apart: its products in fp32 by a GEMV."""
-    s = Shape(32, 8, 256, 64, 64)
+@pytest.mark.parametrize("host", ["checked", "cpu"])
+def test_given_ids_equal_those_picked_inside(host: str) -> None:
+    s = Shape(32, 8, 256, 64, 64) if host == "cpu" else TINY
     layer = Layer(s, BF16, seed=5)
     c = constants(s)
-    act, ids, weights = layer.gate_up("cpu", c)
-    out = layer.down_rows("cpu", c, act, ids, weights)
-
-    routed_ids, routed_weights = pick("cpu", layer.logits, 8)
-    np.testing.assert_array_equal(routed_ids, ids)
-    np.testing.assert_array_equal(routed_weights, weights)
-    routed = Shape(32, 8, 256, 64, 0)
-    act_routed, _, _ = layer.gate_up(
-        "cpu", constants(routed, select=False, given_ids=True), routed_ids
-    )
-    alone = Shape(32, 0, 256, 64, 64)
-    act_shared, _, _ = layer.gate_up("cpu", constants(alone, select=False))
-    np.testing.assert_array_equal(np.concatenate([act_routed, act_shared]), act)
-
-    g = gemv_constants(64, [layer.shared_down], lanes=2, r=2, u=1, simdgroups=4)
-    shared_product = np.full(256, np.nan, np.float32)
-    buffers = {0: act_shared, **weight_buffers(layer.shared_down, 4), 7: shared_product}
-    launch(gemv_name(BF16, FP32, 64), buffers, gemv_grid(g), 128, "cpu", g)
-    c = constants(routed, shared_given=True)
-    apart = layer.down_rows("cpu", c, act_routed, ids, weights, shared_product)
-    layer.check_out(apart, act, ids, weights)
-    assert (apart != out).mean() < 0.02
+    act, ids, weights = layer.gate_up(host, c)
+    picked_ids, picked_weights = pick(host, layer.logits, s.top_k)
+    np.testing.assert_array_equal(picked_ids, ids)
+    np.testing.assert_array_equal(picked_weights, weights)
+    given = constants(s, select=False)
+    np.testing.assert_array_equal(layer.gate_up(host, given, ids)[0], act)
+    out = layer.down_rows(host, given, act, ids, weights)
+    np.testing.assert_array_equal(out, layer.down_rows(host, c, act, ids, weights))

@@ -464,7 +464,10 @@ void linear_pipelines(Target target, Type t, const MatrixSpec& format, bool floa
     add_pipeline(out, rows_kernel(t, float32, most), constants);
   }
   for (int rows : gemm_block_rows(target)) {
-    add_pipeline(out, gemm_kernel(target, t, float32, rows), constants);
+    // Metal's blocks of 16 rows are the experts': that few dense rows go to gemv_rows.
+    if (target == Target::cuda || rows > kMostRowsTile) {
+      add_pipeline(out, gemm_kernel(target, t, float32, rows), constants);
+    }
   }
 }
 

@@ -3,6 +3,5 @@
 #include "linear/qgemm_instances.h"
 #include "linear/tile_simdgroup.h"
 
-INSTANTIATE_QGEMM_ROWS("", 16, GemmBlock16, SimdgroupTile)
 INSTANTIATE_QGEMM_ROWS("", 32, GemmBlock32, SimdgroupTile)
 INSTANTIATE_QGEMM_ROWS("", 64, GemmBlock64, SimdgroupTile)

@@ -21,9 +21,6 @@ ROWS = (1, 4, 8, 16, 17, 32, 33, 100, 600, 2048, 4096)
 
 # The Metal backend builds this one's Program where caches grow (csrc/backend/metal_decode.cpp).
 BACKEND = {"copy_rows"}
-# Nothing runs these; they go with the next change of metal/.
-# A dense GEMM of 16 rows or fewer is gemv_rows, and above that Apple's blocks have 32.
-GOING = {f"qgemm_multi_{a}_m16" for a in ("bf16_bf16", "bf16_fp32", "fp16_fp16", "fp16_fp32")}
 
 
 def shapes_of(dtype=mx.bfloat16, bits=4, **sizes):
@@ -87,7 +84,7 @@ def reached():
 def test_every_kernel_is_launched_by_a_model_or_is_an_arm(reached):
     listed = {e["kernel"] for e in json.loads((kernels.folder() / "manifest.json").read_text())}
     nothing = listed - set.union(*reached) - BACKEND
-    assert nothing == GOING & listed
+    assert not nothing
 
 
 def test_what_only_arms_launch(reached):

@@ -43,7 +43,7 @@ def check(a, rows, sizes, k, bits=4, group=64, out=None, **options):
 
 
 @halves
-@pytest.mark.parametrize("block", [16, 32, 64])
+@pytest.mark.parametrize("block", [32, 64])
 def test_block_edges(a, block):
     for rows in (1, block - 1, block, block + 1, 2 * block + 3):
         check(a, rows, [64], 64, block=block)
@@ -52,7 +52,7 @@ def test_block_edges(a, block):
 
 def test_depths_of_the_35b_model():
     check(BF16, 17, [64], 2048, block=32)
-    check(BF16, 3, [64], 4096, block=16)
+    check(BF16, 3, [64], 4096, block=64)
 
 
 @pytest.mark.parametrize("n", [1, 3, 4, 32, 63, 65, 68, 130])
@@ -65,7 +65,7 @@ def test_ragged_columns(n, out):
 @halves
 def test_formats(bits, group, a):
     check(a, 18, [64], 256, bits, group)
-    check(a, 3, [64], 256, bits, group, FP32, block=16)
+    check(a, 3, [64], 256, bits, group, FP32, block=64)
 
 
 def test_scales_of_zero_and_large():
@@ -76,7 +76,7 @@ def test_scales_of_zero_and_large():
     w.biases[4:8] = 0
     w.scales[8:16] = BF16.store(1024.0)
     w.values = dequantize(unpack(w.w, 4), w.scales, w.biases, BF16, 64)
-    (y,) = products(BF16, x, [w], FP32, block=16)
+    (y,) = products(BF16, x, [w], FP32, block=32)
     for rows in (slice(0, 4), slice(4, 8), slice(8, 16), slice(16, 64)):
         assert_close(y[:, rows], exact(w, x, BF16)[:, rows], EXACT)
     assert (y[:, 4:8] == 0).all()
@@ -86,16 +86,16 @@ def test_scales_of_zero_and_large():
 def test_several_matrices(a):
     check(a, 5, (130, 64, 4, 4), 128)
     check(a, 35, (64, 0, 70, 1), 64)
-    check(a, 2, (32, 1, 0, 0), 128, out=FP32, block=16)
+    check(a, 2, (32, 1, 0, 0), 128, out=FP32, block=32)
     check(a, 65, (1, 1, 1, 65), 64, block=64)
 
 
 @halves
 def test_plain_weights(a):
-    check(a, 9, [70], 128, 16, 32, FP32, block=16)
+    check(a, 9, [70], 128, 16, 32, FP32, block=32)
 
 
-@pytest.mark.parametrize("block", [16, 32, 64])
+@pytest.mark.parametrize("block", [32, 64])
 def test_checked(block):
     options = dict(block=block, host="checked")
     check(BF16, block + 1, [68], 64, **options)
@@ -106,8 +106,8 @@ def test_checked(block):
 
 
 def test_checked_formats():
-    check(FP16, 3, [65], 128, 8, 128, block=16, host="checked")
-    check(BF16, 3, [65], 96, 6, 32, block=16, host="checked")
+    check(FP16, 3, [65], 128, 8, 128, block=32, host="checked")
+    check(BF16, 3, [65], 96, 6, 32, block=32, host="checked")
 
 
 # ---------------------------------------------------------------- other matrix units

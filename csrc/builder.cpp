@@ -21,6 +21,14 @@ void set_constants(Dispatch& d, const Constants& values) {
   }
 }
 
+std::vector<MatrixSpec> specs_of(const std::vector<MatrixSlots>& matrices) {
+  std::vector<MatrixSpec> specs;
+  for (const MatrixSlots& m : matrices) {
+    specs.push_back(m.spec);
+  }
+  return specs;
+}
+
 size_t code_bytes(const MatrixSpec& m) {
   const size_t values = size_t(m.experts) * m.rows * m.cols;
   return m.bits == 0 ? values * size_of(m.t) : values * m.bits / 8;

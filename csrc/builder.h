@@ -103,6 +103,8 @@ class Builder {
   }
 };
 
+std::vector<MatrixSpec> specs_of(const std::vector<MatrixSlots>& matrices);
+
 // Of a matrix's codes or plain weights, all experts.
 size_t code_bytes(const MatrixSpec& m);
 

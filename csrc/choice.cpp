@@ -1,5 +1,6 @@
 #include "choice.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace lily {
@@ -18,12 +19,7 @@ const std::vector<QuantizedFormat>& formats() {
 }
 
 bool holds(const std::vector<int>& list, int value) {
-  for (int x : list) {
-    if (x == value) {
-      return true;
-    }
-  }
-  return false;
+  return std::find(list.begin(), list.end(), value) != list.end();
 }
 
 std::string join(const std::vector<int>& list) {

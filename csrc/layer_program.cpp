@@ -16,12 +16,4 @@ void add_pipeline(Pipelines& pipelines, const std::string& kernel, const Constan
   pipelines.emplace(p.key, p);
 }
 
-void append(std::vector<SlotId>& inputs, const MatrixSlots& m) {
-  inputs.push_back(m.w);
-  if (m.quantized()) {
-    inputs.push_back(m.scales);
-    inputs.push_back(m.biases);
-  }
-}
-
 }  // namespace lily

@@ -33,9 +33,6 @@ void bind_layer(const LayerProgram& layer, const std::vector<Array>& in,
 std::shared_ptr<LayerProgram> finished(Builder& b, std::vector<SlotId> inputs,
                                        std::vector<SlotId> outputs);
 
-// Appends a matrix's slots to a primitive's inputs.
-void append(std::vector<SlotId>& inputs, const MatrixSlots& m);
-
 // Kernels with their constants, by key.
 using Pipelines = std::map<std::string, Pipeline>;
 void add_pipeline(Pipelines& pipelines, const std::string& kernel, const Constants& constants);

@@ -253,11 +253,7 @@ class ModelBuilder {
 
   void add_products(const std::string& label, SlotId x, const std::vector<MatrixSlots>& matrices,
                     const std::vector<SlotId>& y, bool float32) {
-    std::vector<MatrixSpec> specs;
-    for (const MatrixSlots& m : matrices) {
-      specs.push_back(m.spec);
-    }
-    const Choice choice = linear_kernel(b_.target, b_.t, specs, rows_, float32);
+    const Choice choice = linear_kernel(b_.target, b_.t, specs_of(matrices), rows_, float32);
     if (!choice) {
       throw std::invalid_argument(label + ": " + choice.reason);
     }
@@ -294,11 +290,10 @@ class ModelBuilder {
     s.dt_bias = w.dt_bias;
     s.norm = w.norm;
     const size_t conv_bytes = b_.size(size_t(shape.conv_width - 1) * shape.channels());
+    const size_t state_bytes = 4 * size_t(shape.value_heads) * shape.value_dim * shape.key_dim;
     s.conv_state = b_.program.slot(name + "conv_state", SlotKind::cache, conv_bytes);
     s.conv_next = b_.program.slot(name + "conv_state_next", SlotKind::cache, conv_bytes);
-    s.state = s.state_next =
-        b_.program.slot(name + "state", SlotKind::cache,
-                        4 * size_t(shape.value_heads) * shape.value_dim * shape.key_dim);
+    s.state = s.state_next = b_.program.slot(name + "state", SlotKind::cache, state_bytes);
     caches_.push_back({s.conv_state, s.conv_next, s.state});
     s.qkv = rows(name + "qkv", shape.channels());
     s.z = rows(name + "z", inner);
@@ -308,9 +303,7 @@ class ModelBuilder {
     add_in("delta in", name, h, norm, {w.qkv, w.z, w.b, w.a}, {s.qkv, s.z, s.b, s.a}, false);
     if (!is_step_) {
       // A primitive of its own, which makes a new state.
-      s.state_next =
-          b_.program.slot(name + "state_next", SlotKind::cache,
-                          4 * size_t(shape.value_heads) * shape.value_dim * shape.key_dim);
+      s.state_next = b_.program.slot(name + "state_next", SlotKind::cache, state_bytes);
       GatedDeltaRows prompt;
       prompt.T = rows_;
       add_gated_delta(b_, gated_delta_form(b_.target, rows_, false), shape, prompt, s,

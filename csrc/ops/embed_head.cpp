@@ -41,7 +41,7 @@ std::shared_ptr<LayerProgram> embed_program(Target target, Type t, int count, co
   Builder b("embed", target, t);
   std::vector<SlotId> inputs{b.input("ids", 4 * size_t(count))};
   MatrixSlots slots = b.matrix("embedding", m);
-  append(inputs, slots);
+  inputs.insert(inputs.end(), b.weights.begin(), b.weights.end());
   SlotId y = b.output("y", b.size(size_t(count) * m.cols));
   add_embed(b, "embed", count, inputs[0], slots, y);
   return finished(b, inputs, {y});

@@ -164,10 +164,7 @@ std::string gemv_refusal(const std::vector<MatrixSpec>& matrices, bool float32) 
 
 void add_gemv(Builder& b, const std::string& label, const std::vector<MatrixSlots>& matrices,
               SlotId h, const std::vector<SlotId>& y, const GemvOptions& options) {
-  std::vector<MatrixSpec> specs;
-  for (const MatrixSlots& m : matrices) {
-    specs.push_back(m.spec);
-  }
+  const std::vector<MatrixSpec> specs = specs_of(matrices);
   const GemvTile tile = gemv_tile(b.t, specs, options, label);
   const int cols = specs[0].cols;
   Dispatch d(kernels().at((tile.mma ? "mma_gemv_" : "gemv_") + suffix(b.t) +
@@ -448,10 +445,10 @@ std::shared_ptr<LayerProgram> linear_program(Target target, Type t, int rows,
   for (size_t i = 0; i < matrices.size(); ++i) {
     const std::string number = std::to_string(i);
     slots.push_back(b.matrix(std::string("w").append(number), matrices[i]));
-    append(inputs, slots.back());
     outputs.push_back(b.output(std::string("y").append(number),
                                size_t(rows) * matrices[i].rows * (float32 ? 4 : size_of(t))));
   }
+  inputs.insert(inputs.end(), b.weights.begin(), b.weights.end());
   const Choice choice = linear_kernel(target, t, matrices, rows, float32);
   add_linear(b, "project", choice.kernel, rows, x, slots, outputs, float32);
   return finished(b, inputs, outputs);

@@ -128,6 +128,15 @@ ModelSpec specs_of(const Model<Weights>& model) {
   });
 }
 
+reference::DeltaShape reference_shape(Type t, int B, int T, const GatedDeltaShape& s) {
+  return {t, B, T, s.key_heads, s.value_heads, s.key_dim, s.value_dim, s.conv_width, s.eps};
+}
+
+reference::AttentionShape reference_shape(Type t, int B, int T, const AttentionShape& s,
+                                          Type norms) {
+  return {t, B, T, s.heads, s.kv_heads, s.head_dim, s.rotary, s.base, s.eps, norms};
+}
+
 Format append(const Weight& w, std::vector<mx::array>& inputs) {
   inputs.push_back(w.weight);
   if (w.bits != 0) {

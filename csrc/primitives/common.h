@@ -11,6 +11,7 @@
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/primitives.h"
 #include "mlx/utils.h"
+#include "reference/ops.h"
 #include "spec.h"
 
 namespace lily {
@@ -55,6 +56,11 @@ struct Weights {
 VectorSpec spec_of(const mx::array& vector);
 // Shapes, formats and dtypes of a part of a plan.
 ModelSpec specs_of(const Model<Weights>& model);
+
+// Shapes as the CPU reference takes them, for B sequences of T rows.
+reference::DeltaShape reference_shape(Type t, int B, int T, const GatedDeltaShape& s);
+reference::AttentionShape reference_shape(Type t, int B, int T, const AttentionShape& s,
+                                          Type norms);
 
 // How a Weight lies in a primitive's inputs: weight, then scales and biases when bits != 0.
 struct Format {

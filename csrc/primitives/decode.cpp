@@ -75,15 +75,7 @@ void run_reference(const DecodePlan& plan, const std::vector<LayerBuffers>& buff
                           {matrix_of(d.b), t, b.data(), d.shape.value_heads},
                           {matrix_of(d.a), t, a.data(), d.shape.value_heads}},
                          t, x.data(), hidden, 1);
-      reference::DeltaShape shape{t,
-                                  1,
-                                  1,
-                                  d.shape.key_heads,
-                                  d.shape.value_heads,
-                                  d.shape.key_dim,
-                                  d.shape.value_dim,
-                                  d.shape.conv_width,
-                                  d.shape.eps};
+      const reference::DeltaShape shape = reference_shape(t, 1, 1, d.shape);
       reference::DeltaWeights w{type(*d.conv),     pointer(*d.conv), type(*d.A_log),
                                 pointer(*d.A_log), type(*d.dt_bias), pointer(*d.dt_bias),
                                 type(*d.norm),     pointer(*d.norm)};
@@ -101,16 +93,7 @@ void run_reference(const DecodePlan& plan, const std::vector<LayerBuffers>& buff
                           {matrix_of(l.k), t, k.data(), kv},
                           {matrix_of(l.v), t, v.data(), kv}},
                          t, x.data(), hidden, 1);
-      reference::AttentionShape shape{t,
-                                      1,
-                                      1,
-                                      l.shape.heads,
-                                      l.shape.kv_heads,
-                                      D,
-                                      l.shape.rotary,
-                                      l.shape.base,
-                                      l.shape.eps,
-                                      type(*l.q_norm)};
+      const reference::AttentionShape shape = reference_shape(t, 1, 1, l.shape, type(*l.q_norm));
       const int64_t head_stride = int64_t(cache.capacity) * D;
       const int32_t offset = position;
       reference::attention_prepare(shape, q_gate.data(), k.data(), pointer(*l.q_norm),

@@ -24,15 +24,8 @@ class GatedDeltaOp : public Primitive {
     if (runs_program(in, out)) {
       return;
     }
-    reference::DeltaShape shape{type_of(in[0].dtype(), "qkv"),
-                                in[0].shape(0),
-                                in[0].shape(1),
-                                o_.shape.key_heads,
-                                o_.shape.value_heads,
-                                o_.shape.key_dim,
-                                o_.shape.value_dim,
-                                o_.shape.conv_width,
-                                o_.shape.eps};
+    const reference::DeltaShape shape =
+        reference_shape(type_of(in[0].dtype(), "qkv"), in[0].shape(0), in[0].shape(1), o_.shape);
     reference::DeltaWeights w{type_of(in[4].dtype(), "conv weight"), in[4].data<char>(),
                               type_of(in[5].dtype(), "A_log"),       in[5].data<char>(),
                               type_of(in[6].dtype(), "dt_bias"),     in[6].data<char>(),
@@ -98,16 +91,9 @@ class AttentionPrepare : public Primitive {
     if (runs_program(in, out)) {
       return;
     }
-    reference::AttentionShape shape{type_of(in[0].dtype(), "q"),
-                                    in[0].shape(0),
-                                    in[0].shape(1),
-                                    shape_.heads,
-                                    shape_.kv_heads,
-                                    shape_.head_dim,
-                                    shape_.rotary,
-                                    shape_.base,
-                                    shape_.eps,
-                                    type_of(in[2].dtype(), "q_norm")};
+    const reference::AttentionShape shape =
+        reference_shape(type_of(in[0].dtype(), "q"), in[0].shape(0), in[0].shape(1), shape_,
+                        type_of(in[2].dtype(), "q_norm"));
     encoder(stream()).dispatch([shape, in_q = in[0].data<char>(), in_k = in[1].data<char>(),
                                 q_norm = in[2].data<char>(), k_norm = in[3].data<char>(),
                                 offset = in[4].data<int32_t>(), broadcast = in[4].size() == 1,

@@ -114,7 +114,7 @@ def test_checked_formats():
 
 NAX = dict(prefix="nax_")
 MMA = dict(prefix="mma_")
-SYNC_BLOCKS = (16, 32, 64)
+MMA_BLOCKS = (16, 32, 64)
 
 
 @halves
@@ -137,8 +137,8 @@ def test_nax_checked(block):
 
 
 @halves
-@pytest.mark.parametrize("block", SYNC_BLOCKS)
-def test_sync(a, block):
+@pytest.mark.parametrize("block", MMA_BLOCKS)
+def test_mma(a, block):
     """NVIDIA's tensor cores, emulated."""
     options = dict(block=block, **MMA)
     for rows in (1, 17, block - 1, block, block + 1):
@@ -152,20 +152,20 @@ def test_sync(a, block):
 
 @halves
 @pytest.mark.parametrize("bits,group", [(4, 32), (4, 128), (6, 32), (6, 64), (6, 128), (8, 64)])
-@pytest.mark.parametrize("block", SYNC_BLOCKS)
-def test_sync_formats(a, bits, group, block):
+@pytest.mark.parametrize("block", MMA_BLOCKS)
+def test_mma_formats(a, bits, group, block):
     check(a, 18, [72], 256, bits, group, block=block, **MMA)
     check(a, 3, [65], 128, bits, group, FP32, block=block, **MMA)
 
 
 @halves
-@pytest.mark.parametrize("block", SYNC_BLOCKS)
-def test_sync_plain_weights(a, block):
+@pytest.mark.parametrize("block", MMA_BLOCKS)
+def test_mma_plain_weights(a, block):
     check(a, 9, [70], 128, 16, 32, FP32, block=block, **MMA)
 
 
 @halves
-def test_sync_dequantizes_a_code_exactly_and_rounds_it_once(a):
+def test_mma_dequantizes_a_code_exactly_and_rounds_it_once(a):
     """Against one row of x that picks single weights, each is rnd(scale * code + bias)."""
     w = make_weight(np.random.default_rng(3), (128, 128), a, 4, 32)
     (y,) = products(a, a.store(np.eye(128)), [w], FP32, block=64, **MMA)
@@ -174,20 +174,20 @@ def test_sync_dequantizes_a_code_exactly_and_rounds_it_once(a):
     assert np.abs(y.T - w.values).max() <= np.abs(w.values).max() * 2.0**-8
 
 
-def test_sync_gives_the_same_bits_whatever_the_block():
+def test_mma_gives_the_same_bits_whatever_the_block():
     rng = np.random.default_rng(4)
     x = BF16.store(rng.standard_normal((130, 288)))
     w = make_weight(rng, (130, 288), BF16, 4, 32)
     results = [
         products(BF16, x[:rows].copy(), [w], FP32, block=block, **MMA)[0][:3]
-        for block in SYNC_BLOCKS
+        for block in MMA_BLOCKS
         for rows in (130, 3)
     ]
     assert all((y == results[0]).all() for y in results)
 
 
-@pytest.mark.parametrize("block", SYNC_BLOCKS)
-def test_sync_checked(block):
+@pytest.mark.parametrize("block", MMA_BLOCKS)
+def test_mma_checked(block):
     options = dict(block=block, host="checked", **MMA)
     check(BF16, 19, [132], 64, **options)
     check(FP16, block + 1, [3], 64, 8, 64, **options)

@@ -102,7 +102,7 @@ def test_nax_checked(block):
 
 @halves
 @pytest.mark.parametrize("block", [16, 32, 64])
-def test_sync(a, block):
+def test_mma(a, block):
     """NVIDIA's tensor cores, emulated."""
     e = Experts(a, 37, 128, 96, 3, group=32)
     check_grouped(e, spread_ids(37, 2, 3), block, prefix="mma_")
@@ -111,6 +111,6 @@ def test_sync(a, block):
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
-def test_sync_checked(block):
+def test_mma_checked(block):
     e = Experts(BF16, 5, 64, 96, 2, group=32)
     check_grouped(e, spread_ids(5, 1, 2), block, "checked", "mma_")
